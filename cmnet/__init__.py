@@ -1,0 +1,1 @@
+"""The emulator: virtual time, links, sockets, processes. It knows no LLM."""

@@ -1,0 +1,1 @@
+"""Faults: plans of what breaks when."""

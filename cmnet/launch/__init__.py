@@ -1,0 +1,1 @@
+"""Processes up, watched, down: the zygote, the agent inside each process, the supervisor."""

@@ -1,0 +1,341 @@
+"""The inside of one process of a run: grants in, events run, one report out (design 1.3).
+
+Owns the control socket and the order of things around a window: read the frames that the grant names,
+run all events before the horizon, let the kernel take all that was written, report. Does not own what
+runs: that is a *program*, a coroutine function given a ``Context``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cmnet import entropy
+from cmnet.errors import FrameError, NodeFailedError
+from cmnet.fabric import Fabric
+from cmnet.link.rules import Rule, Rules, Switches
+from cmnet.record.digest import Digest
+from cmnet.topology.machine import Machine
+from cmnet.units import NEVER_PS
+from cmnet.vtime.loop import VirtualLoop
+from cmnet.vtime.window import WindowGate
+from cmnet.wire import control
+from cmnet.wire.mesh import Address, Mesh
+
+Program = Callable[["Context"], Awaitable[None]]
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of a run is told at its start."""
+
+    process: int
+    incarnation: int
+    start_ps: int
+    seed: int
+    token: bytes
+    addresses: list[Address | None]
+    socket_buffer_bytes: int
+    run_folder: str
+    journal: bool
+    rules: list[Rule]
+    settings: dict[str, Any]
+    undo_window: int | None = None
+    """After a death that nobody planned: commits of this window or later never happened."""
+
+
+class Context:
+    """What a program sees of the run: its clock, its links, its name, its disk."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.loop = agent.loop
+        self.fabric = agent.fabric
+        self.machine = agent.machine
+        self.settings = agent.assignment.settings
+        self.process = agent.assignment.process
+        self.name = agent.machine.processes[self.process].name
+        self.incarnation = agent.assignment.incarnation
+        self.undo_window = agent.assignment.undo_window
+        self.disk = Path(agent.assignment.run_folder) / "disk" / self.name
+        self.run_folder = Path(agent.assignment.run_folder)
+        self.on_statistics: Callable[[], dict[str, Any]] = dict
+
+    def stream(self, name: str) -> entropy.Stream:
+        """The random stream of this process, incarnation and name."""
+        seed = self._agent.assignment.seed
+        return entropy.stream(seed, f"{self.name}.{self.incarnation}.{name}")
+
+    @property
+    def window(self) -> int:
+        """The number of the grant that is running: disk commits carry it (design 1.8)."""
+        return self.fabric.window
+
+    def mark(self, text: str) -> None:
+        """The application achieved something: folded into the digest, feeds the stall watchdog."""
+        self._agent.marked_at_ps = self.loop.now_ps
+        self.fabric.digest.mark(self.loop.now_ps, text)
+
+    def outstanding(self, change: int) -> None:
+        """Work taken on (+) or done (-); a run that stops with work outstanding is a deadlock."""
+        self._agent.outstanding += change
+
+    def finish(self) -> None:
+        """The run's purpose is reached now."""
+        if self._agent.finished_at_ps == NEVER_PS:
+            self._agent.finished_at_ps = self.loop.now_ps
+
+
+class Agent:
+    """Runs one program under grants. ``control_socket`` is SEQPACKET to the conductor."""
+
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        assignment: Assignment,
+        control_socket: socket.socket,
+        listeners: tuple[socket.socket, ...],
+        program: Program,
+    ) -> None:
+        self.machine = machine
+        self.assignment = assignment
+        self.loop = VirtualLoop(start_ps=assignment.start_ps)
+        self.loop.resume = self._proceed
+        self.marked_at_ps = assignment.start_ps
+        self.finished_at_ps = NEVER_PS
+        self.outstanding = 0
+        self._control = control_socket
+        self._gate = WindowGate()
+        self._granted = False
+        self._ran = False
+        self._barrier = False
+        self._failed = False
+        self._dead: dict[int, int] = {}
+        self._program = program
+        self._journal = self._open_journal()
+        digest = Digest(None if self._journal is None else self._journal.write)
+        self.mesh = Mesh(
+            loop=self.loop,
+            process=assignment.process,
+            incarnation=assignment.incarnation,
+            token=assignment.token,
+            addresses=list(assignment.addresses),
+            socket_buffer_bytes=assignment.socket_buffer_bytes,
+            on_frame=self._frame_read,
+            on_broken=self._fail,
+        )
+        self.mesh.on_flushed = self._proceed
+        self.fabric = Fabric(
+            loop=self.loop,
+            machine=machine,
+            process=assignment.process,
+            incarnation=assignment.incarnation,
+            digest=digest,
+            rules=self._make_rules(),
+            carry=self.mesh.write,
+        )
+        self.fabric.ran_to_ps = assignment.start_ps
+        self.context = Context(self)
+        self.mesh.serve(*listeners)
+
+    def _open_journal(self) -> Any:
+        if not self.assignment.journal:
+            return None
+        name = self.machine.processes[self.assignment.process].name
+        folder = Path(self.assignment.run_folder) / "journal"
+        return (folder / f"{name}.{self.assignment.incarnation}.txt").open("w", buffering=1 << 16)
+
+    def _make_rules(self) -> Rules:
+        prefix = f"process {self.assignment.process}."
+        rules = Rules(
+            lambda name: entropy.stream(self.assignment.seed, prefix + name),
+            switches=Switches(
+                subplanes=self.machine.subplanes,
+                chips_per_subplane=self.machine.l2_chips_per_subplane,
+            ),
+        )
+        for rule in self.assignment.rules:
+            rules.add(rule)
+        return rules
+
+    # --- the whole life ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """From ready to the conductor's stop (or its end)."""
+        asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(self._callback_failed)
+        self.loop.native_reader(self._control.fileno(), self._control_readable)
+        for peer, address in enumerate(self.assignment.addresses):
+            if peer != self.assignment.process and address is not None:
+                self.mesh.connect(peer, 0)
+        task = self.loop.create_task(self._main(), name="program")
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._send(control.encode_rare("ready", next_at_ps=self.loop.next_at_ps()))
+        self.loop.run_forever()
+        task.cancel()
+        if self._journal is not None:
+            self._journal.close()
+
+    async def _main(self) -> None:
+        try:
+            await self._program(self.context)
+        except Exception as error:
+            self._fail(error)
+
+    def _callback_failed(self, _: object, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._fail(error if error is not None else NodeFailedError(context["message"]))
+
+    # --- control ----------------------------------------------------------------------------------
+
+    def _send(self, packet: bytes) -> None:
+        try:
+            self._control.send(packet)
+        except OSError:
+            os._exit(1)  # the conductor is gone, and with it the run
+
+    def _control_readable(self) -> None:
+        try:
+            data = self._control.recv(control.PACKET_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(1)
+        if data[0] == control.GRANT:
+            window, horizon_ps, frames_expected, self._barrier = control.decode_grant(data)
+            self._gate.granted(window, horizon_ps, frames_expected)
+            self._granted, self._ran = True, False
+            self._proceed()
+        else:
+            self._handle_rare(control.decode_rare(data))
+
+    def _handle_rare(self, message: dict[str, Any]) -> None:
+        match message["what"]:
+            case "peer_down":
+                peer, window = message["process"], message["window"]
+                self._dead[peer] = window
+                self.mesh.peer_down(peer)
+                self._gate.forget(peer, window)
+                self.fabric.forget(peer, window)
+            case "peer_up":
+                self._dead.pop(message["process"], None)
+                self.mesh.peer_up(message["process"], msgspec.convert(message["address"], Address))
+            case "statistics":
+                self._write_statistics()
+                self._send(control.encode_rare("statistics"))
+            case "why":
+                self._send(control.encode_rare("because", waits=self._waits()))
+            case "stop":
+                self.loop.stop()
+            case other:
+                raise FrameError(f"a control message of no known kind: {other!r}")
+
+    def _write_statistics(self) -> None:
+        statistics = {
+            "process": self.context.name,
+            "planes": self.fabric.statistics(),
+            "callbacks": self.loop.callbacks_run,
+            "frames_lost": self.mesh.frames_lost,
+            "program": self.context.on_statistics(),
+        }
+        folder = self.context.run_folder / "statistics"
+        (folder / f"{self.context.name}.json").write_bytes(msgspec.json.encode(statistics))
+        if self._journal is not None:
+            self._journal.flush()
+
+    def _waits(self) -> list[str]:
+        waits = []
+        for task in sorted(asyncio.all_tasks(self.loop), key=hash):
+            stack = task.get_stack(limit=1)
+            where = stack[-1] if stack else None
+            at = f"{Path(where.f_code.co_filename).name}:{where.f_lineno}" if where else "its start"
+            name = where.f_code.co_name if where else ""
+            waits.append(f"{task.get_name()} in {name} at {at}")
+        return waits[:40]
+
+    # --- windows ----------------------------------------------------------------------------------
+
+    def _frame_read(
+        self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | bytearray
+    ) -> None:
+        window = header[6]
+        dead_window = self._dead.get(peer)
+        if dead_window is not None and window >= dead_window:
+            return
+        self.fabric.receive(header, body, payload)
+        self._gate.frame_read(peer, window)
+        if self._granted and not self._ran:
+            self._proceed()
+
+    def _proceed(self) -> None:
+        """Go on with the pending grant as far as possible."""
+        if self._failed or not self._granted:
+            return
+        gate = self._gate
+        if not self._ran:
+            if not gate.open():
+                return
+            self.fabric.window = gate.window
+            try:
+                if not self.loop.run_until(gate.horizon_ps):
+                    self.mesh.flush()
+                    return
+            except BaseException as error:
+                self._fail(error)
+                return
+            self._ran = True
+            self.fabric.ran_to_ps = gate.horizon_ps
+            self.mesh.flush()
+        if self.mesh.flushed() and not (self._barrier and not self.loop.threads_done()):
+            self._granted = False
+            self._report()
+
+    def _report(self) -> None:
+        report = control.Report(
+            self._gate.window,
+            self.loop.next_at_ps(),
+            self.finished_at_ps,
+            self.marked_at_ps,
+            self.outstanding,
+            self.fabric.digest.value(),
+            self.fabric.take_sends(),
+        )
+        self._send(control.encode_report(report))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        stack = "".join(traceback.format_exception(error))
+        waits = self._waits() if type(error).__name__ == "SpinError" else []
+        self._send(
+            control.encode_rare(
+                "failed",
+                code=getattr(error, "code", "BUG"),
+                error=f"{type(error).__name__}: {error}",
+                at_ps=self.loop.now_ps,
+                stack=stack[-12_000:],
+                waits=waits,
+            )
+        )
+
+
+def prepare_process(run_folder: str, name: str) -> None:
+    """What every process of a run does first: its own signals, its stack dump on SIGUSR1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks = (Path(run_folder) / "stacks" / f"{name}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

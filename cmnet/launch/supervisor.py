@@ -1,0 +1,457 @@
+"""Brings a run's processes up, watches them, does what the plan says, takes all down (design 4).
+
+Owns the run folder, the zygote, the conductor and the end of the run. Does not own what the processes
+do, nor the report: it returns a ``RunResult``. Everything that a run started ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import uvloop
+
+from cmnet.errors import LaunchError
+from cmnet.launch import agent
+from cmnet.launch.zygote import Zygote
+from cmnet.link.rules import Rule
+from cmnet.record import digest
+from cmnet.topology.machine import Machine
+from cmnet.units import NEVER_PS, PS_PER_S, format_ps
+from cmnet.vtime.conductor import Conductor
+from cmnet.vtime.horizon import Death, Horizon
+from cmnet.wire.mesh import Address
+
+READY_TIMEOUT_S = 60.0
+SILENT_TIMEOUT_S = 60.0
+"""Wall seconds without an answer to a grant (design 1.7)."""
+STALL_PS = 600 * PS_PER_S
+"""Virtual time with work outstanding and no application mark (design 1.7)."""
+
+
+class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A node dies or comes back at an instant."""
+
+    at_ps: int
+    kind: Literal["kill", "restart"]
+    process: int
+
+
+class DeathRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A death as the run's record keeps it; it replays as a planned kill."""
+
+    process: int
+    name: str
+    at_ps: int
+    planned: bool
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is started with, beside machine and program."""
+
+    seed: int = 0
+    start_order: Literal["listed", "random", "reverse"] = "listed"
+    socket_buffer_bytes: int = 4 << 20
+    journal: bool = False
+    rules: list[Rule] = []
+    node_faults: list[NodeFault] = []
+    program: dict[str, Any] = {}
+    """Handed to every process as it is; JSON-able."""
+    silent_timeout_s: float = SILENT_TIMEOUT_S
+
+
+class RunResult(msgspec.Struct, kw_only=True):
+    """What a run was. ``error`` is empty when it reached its purpose."""
+
+    folder: str
+    digest: str = ""
+    windows: int = 0
+    grants: int = 0
+    virtual_ps: int = 0
+    launch_s: float = 0.0
+    wall_s: float = 0.0
+    deaths: list[DeathRecord] = []
+    not_reached: list[NodeFault] = []
+    error: str = ""
+    error_code: str = ""
+    detail: str = ""
+    interrupted: bool = False
+    socket_buffer_bytes: int = 0
+
+
+def make_run_folder(parent: Path, word: str) -> Path:
+    """A new private folder runs/<time>-<word>-<n>."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        folder = parent / (f"{stamp}-{word}" + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        for inside in ("disk", "journal", "statistics", "stacks"):
+            (folder / inside).mkdir(mode=0o700)
+        return folder
+    raise LaunchError(f"no free name for a run folder in {parent}")
+
+
+class Supervisor:
+    """One run. ``run`` blocks until it has ended and everything is taken down."""
+
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        program: agent.Program,
+        settings: Settings,
+        folder: Path,
+        progress: Callable[[Supervisor], None] | None = None,
+    ) -> None:
+        self.machine = machine
+        self.settings = settings
+        self.folder = folder
+        self.result = RunResult(folder=str(folder))
+        self.processes_count = len(machine.processes)
+        self._progress = progress
+        self._started = time.perf_counter()
+        self._first_grant = 0.0
+        self._socket_folder = tempfile.mkdtemp(prefix="cmnet-")
+        self._zygote = Zygote(machine, program, self._socket_folder)
+        self._token = secrets.token_bytes(16)
+        self._addresses: list[Address | None] = [None] * self.processes_count
+        self._incarnations = [0] * self.processes_count
+        self._pidfds: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
+        self._ended_digests: list[list[bytes]] = [[] for _ in range(self.processes_count)]
+        self._unplanned_windows: dict[int, int] = {}
+        self._ready: set[int] = set()
+        self._awaited: set[int] = set()
+        self._statistics_due: set[int] = set()
+        self._because: dict[int, list[str]] = {}
+        self._faults = sorted(settings.node_faults, key=lambda fault: fault.at_ps)
+        self._end_ps = NEVER_PS
+        self._ending = False
+        self._running = False
+        self._window_seen = (0, 0.0)
+        self._on_ready: Callable[[], None] = lambda: None
+
+    # --- the whole run ----------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        """Up, run, down."""
+        loop = uvloop.new_event_loop()
+        try:
+            self._set_up(loop)
+            loop.run_forever()
+        finally:
+            self._take_down(loop)
+        return self.result
+
+    def _set_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.horizon = Horizon(self.processes_count, self.machine.lookahead.lookahead_ps)
+        self.conductor = Conductor(loop, self.horizon, self, self.processes_count)
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self.interrupt)
+        self._watch()
+        self._on_ready = self._begin
+        self._spawn(list(range(self.processes_count)), start_ps=0)
+
+    def _spawn(self, processes: list[int], *, start_ps: int) -> None:
+        incarnation = self._incarnations[processes[0]]
+        for process, address in zip(
+            processes, self._zygote.listen(processes, incarnation), strict=True
+        ):
+            self._addresses[process] = address
+        pairs = {
+            p: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for p in self._in_start_order(processes)
+        }
+        assignments = [self._assignment(process, start_ps) for process in pairs]
+        self._awaited = set(processes)
+        pids = self._zygote.fork(assignments, [theirs for _, theirs in pairs.values()])
+        for process, (ours, theirs) in pairs.items():
+            theirs.close()
+            self.pids[process] = pids[process]
+            self._pidfds[process] = os.pidfd_open(pids[process])
+            self.conductor.attach(process, ours)
+        self._ready_deadline = time.monotonic() + READY_TIMEOUT_S
+
+    def _in_start_order(self, processes: list[int]) -> list[int]:
+        if self.settings.start_order == "reverse":
+            return processes[::-1]
+        if self.settings.start_order == "random":
+            return sorted(processes, key=lambda _: secrets.randbits(64))
+        return processes
+
+    def _assignment(self, process: int, start_ps: int) -> agent.Assignment:
+        return agent.Assignment(
+            process=process,
+            incarnation=self._incarnations[process],
+            start_ps=start_ps,
+            seed=self.settings.seed,
+            token=self._token,
+            addresses=self._addresses,
+            socket_buffer_bytes=self.settings.socket_buffer_bytes,
+            run_folder=str(self.folder),
+            journal=self.settings.journal,
+            rules=self.settings.rules,
+            settings=self.settings.program,
+            undo_window=self._unplanned_windows.get(process),
+        )
+
+    def _take_down(self, loop: asyncio.AbstractEventLoop) -> None:
+        for process in range(self.processes_count):
+            self.conductor.detach(process)
+        self._zygote.close()
+        for fd in self._pidfds.values():
+            os.close(fd)
+        loop.close()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
+
+    # --- beginning and end ------------------------------------------------------------------------
+
+    def said(self, process: int, message: dict[str, Any]) -> None:
+        """A rare message of a process."""
+        match message["what"]:
+            case "ready":
+                self.horizon.join(process, message["next_at_ps"])
+                self._awaited.discard(process)
+                if not self._awaited:
+                    self._on_ready()
+            case "failed":
+                name = self.machine.processes[process].name
+                waits = "\n".join(message["waits"])
+                self._fail(
+                    f"{name} failed at {format_ps(message['at_ps'])}: {message['error']}",
+                    code=message["code"],
+                    detail=f"{message['stack']}\n{waits}",
+                )
+            case "statistics":
+                self._statistics_due.discard(process)
+                if not self._statistics_due:
+                    self._loop.stop()
+            case "because":
+                self._because[process] = message["waits"]
+                if len(self._because) == len(self.horizon.alive()):
+                    self._explained()
+
+    def _begin(self) -> None:
+        self.result.launch_s = time.perf_counter() - self._started
+        for fault in self._faults:
+            self.horizon.stop_at(fault.at_ps)
+        self._running = True
+        self._first_grant = time.perf_counter()
+        self.conductor.on_window = self._window_closed
+        self.conductor.go()
+
+    def _window_closed(self) -> None:
+        if self._end_ps == NEVER_PS:
+            finished = min(state.finished_at_ps for state in self.conductor.states)
+            if finished < NEVER_PS:
+                # no window reaches beyond this, so the end is the same however windows fell
+                self._end_ps = finished + self.horizon.lookahead_ps
+                self.horizon.stop_at(max(self._end_ps, self.horizon.horizon_ps))
+
+    def stopped(self, at_ps: int) -> None:
+        """A barrier: the plan's faults of this instant, or the end."""
+        if at_ps == self._end_ps:
+            self._end()
+            return
+        fault = self._faults.pop(0)
+        assert fault.at_ps == at_ps
+        if fault.kind == "kill":
+            self._kill(fault.process, at_ps)
+        elif fault.process not in self.horizon.alive():
+            self._restart(fault.process, at_ps)
+            return
+        self.conductor.go()
+
+    def nothing_left(self) -> None:
+        """No event anywhere: the end, or a deadlock if work is outstanding."""
+        outstanding = sum(state.outstanding for state in self.conductor.states)
+        if outstanding:
+            self._error = f"{outstanding} pieces of work are outstanding and nothing will happen"
+            self._ask_why(self._error, "DEADLOCK")
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        self._running = False
+        self.conductor.pause()
+        result = self.result
+        result.wall_s = time.perf_counter() - self._first_grant if self._first_grant else 0.0
+        result.windows, result.grants = self.horizon.window, self.horizon.grants_count
+        result.virtual_ps = (
+            self._end_ps - self.horizon.lookahead_ps
+            if self._end_ps < NEVER_PS and not result.error
+            else self.horizon.horizon_ps
+        )
+        result.not_reached = self._faults
+        result.digest = self._digest()
+        self._statistics_due = set(self.horizon.alive())
+        self._ready_deadline = time.monotonic() + READY_TIMEOUT_S
+        self.conductor.tell_all("statistics")
+        if not self._statistics_due:
+            self._loop.stop()
+
+    def _digest(self) -> str:
+        alive = set(self.horizon.alive())
+        entries = []
+        for process, info in enumerate(self.machine.processes):
+            digests = list(self._ended_digests[process])
+            if process in alive:
+                digests.append(self.conductor.states[process].digest)
+            entries += [(f"{info.name}.{n}", value) for n, value in enumerate(digests)]
+        return digest.fold(entries)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: end after the window in progress, with a report of what was done."""
+        self.result.interrupted = True
+        if not self._running:
+            self._loop.stop()
+            return
+        self.conductor.pause()
+        self._end_when_closed()
+
+    def _end_when_closed(self) -> None:
+        if self.horizon.closed:
+            self._end()
+        else:
+            self._loop.call_later(0.01, self._end_when_closed)
+
+    # --- death ------------------------------------------------------------------------------------
+
+    def _kill(self, process: int, at_ps: int) -> None:
+        if process not in self.horizon.alive():
+            return
+        signal.pidfd_send_signal(self._pidfds[process], signal.SIGKILL)
+        self.conductor.detach(process)
+        self._bury(self.horizon.died(process), at_ps, planned=True)
+
+    def died(self, death: Death) -> None:
+        """A process ended by itself."""
+        process = death.process
+        if not self._running or not self.machine.processes[process].is_node:
+            name = self.machine.processes[process].name
+            self._bury(death, death.at_ps, planned=False)
+            if not self._ending:
+                self._fail(f"{name} ended by itself", code="LAUNCH")
+            self._statistics_due.discard(process)
+            if self._ending and not self._statistics_due:
+                self._loop.stop()
+            return
+        self._unplanned_windows[process] = death.window
+        self._bury(death, death.at_ps, planned=False)
+
+    def _bury(self, death: Death, at_ps: int, *, planned: bool) -> None:
+        process = death.process
+        if planned:
+            self._unplanned_windows.pop(process, None)
+        os.close(self._pidfds.pop(process))
+        self._addresses[process] = None
+        self._ended_digests[process].append(self.conductor.states[process].digest)
+        self.result.deaths.append(
+            DeathRecord(
+                process=process,
+                name=self.machine.processes[process].name,
+                at_ps=at_ps,
+                planned=planned,
+            )
+        )
+        self.conductor.tell_all("peer_down", process=process, window=death.window)
+
+    def _restart(self, process: int, at_ps: int) -> None:
+        self._incarnations[process] += 1
+        self._on_ready = self.conductor.go
+        self._spawn([process], start_ps=at_ps)
+        address = msgspec.to_builtins(self._addresses[process])
+        for peer in self.horizon.alive():
+            self.conductor.tell(peer, "peer_up", process=process, address=address)
+
+    # --- watchdogs --------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Once a wall second: who is silent, who stalls, what to show."""
+        self._loop.call_later(1.0, self._watch)
+        now = time.monotonic()
+        if self._progress is not None:
+            self._progress(self)
+        if (self._awaited or self._statistics_due) and now > self._ready_deadline:
+            late = sorted(self._awaited or self._statistics_due)
+            self._late(late, "did not become ready" if self._awaited else "did not answer")
+        elif self._running:
+            window, since = self._window_seen
+            if window != self.horizon.window or self.horizon.closed:
+                self._window_seen = (self.horizon.window, now)
+            elif now - since > self.settings.silent_timeout_s:
+                self._late(sorted(self.horizon.running()), "is silent")
+            self._look_for_stall()
+
+    def _late(self, processes: list[int], what: str) -> None:
+        for process in processes:
+            if process in self._pidfds:
+                signal.pidfd_send_signal(self._pidfds[process], signal.SIGUSR1)
+        names = ", ".join(self.machine.processes[process].name for process in processes[:8])
+        time.sleep(0.2)
+        self._running = False
+        self._fail(f"{names} {what}", code="SILENT", detail=self._stacks(processes[:3]))
+        self._loop.stop()
+
+    def _stacks(self, processes: list[int]) -> str:
+        texts = []
+        for process in processes:
+            name = f"{self.machine.processes[process].name}.{self._incarnations[process]}"
+            path = self.folder / "stacks" / f"{name}.txt"
+            texts.append(f"{name}:\n{path.read_text() if path.exists() else ''}")
+        return "\n".join(texts)
+
+    def _look_for_stall(self) -> None:
+        states = self.conductor.states
+        if any(state.outstanding for state in states):
+            marked_ps = max(state.marked_at_ps for state in states)
+            if self.horizon.horizon_ps - marked_ps > STALL_PS:
+                self.conductor.pause()
+                self._ask_why(f"nothing was achieved for {format_ps(STALL_PS)}", "STALL")
+
+    def _ask_why(self, error: str, code: str) -> None:
+        self.result.error, self.result.error_code = error, code
+        self._because = {}
+        self.conductor.tell_all("why")
+
+    def _explained(self) -> None:
+        lines = []
+        for process, waits in sorted(self._because.items()):
+            lines += [f"{self.machine.processes[process].name}: {wait}" for wait in waits]
+        self.result.detail = "\n".join(lines)
+        self._end()
+
+    def _fail(self, error: str, *, code: str, detail: str = "") -> None:
+        if self.result.error:
+            return
+        self.result.error, self.result.error_code, self.result.detail = error, code, detail
+        self.conductor.pause()
+        if self._running:
+            self._end_failed()
+        else:
+            self._loop.stop()
+
+    def _end_failed(self) -> None:
+        self._running = False
+        self.result.wall_s = time.perf_counter() - self._first_grant
+        self.result.windows, self.result.grants = self.horizon.window, self.horizon.grants_count
+        self.result.virtual_ps = self.horizon.horizon_ps
+        self._loop.stop()

@@ -1,0 +1,191 @@
+"""The process that forks all others (design 4, "Processes of a run").
+
+Owns listeners until they are handed to a child, and the children's parentage: it lives as long as the
+run, has imported everything, has no loop and no thread, and so can fork a restarted node at any time.
+Told what to do over one SEQPACKET socket; its end is the run's end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from cmnet.launch import agent, deathsig
+from cmnet.topology.machine import Machine
+from cmnet.wire import mesh
+
+PACKET_BYTES_MAX = 1 << 22
+
+
+class Zygote:
+    """The supervisor's handle: asks, and waits for the answer."""
+
+    def __init__(self, machine: Machine, program: agent.Program, socket_folder: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES_MAX)
+        supervisor = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _live(machine, program, socket_folder, theirs, supervisor)
+        theirs.close()
+        self._socket = ours
+
+    def listen(self, processes: list[int], incarnation: int) -> list[mesh.Address]:
+        """Bind the listeners of processes that are forked next."""
+        self._send({"what": "listen", "processes": processes, "incarnation": incarnation})
+        return msgspec.json.decode(self._receive(), type=list[mesh.Address])
+
+    def fork(
+        self, assignments: list[agent.Assignment], controls: list[socket.socket]
+    ) -> dict[int, int]:
+        """Fork processes; each gets its end of a control socket. Returns pid by process index."""
+        shared = msgspec.to_builtins(assignments[0]) | {"what": "fork"}
+        shared["token"] = assignments[0].token.hex()
+        shared["processes"] = [assignment.process for assignment in assignments]
+        fds = [control.fileno() for control in controls]
+        socket.send_fds(self._socket, [msgspec.json.encode(shared)], fds)
+        pids: list[int] = msgspec.json.decode(self._receive())
+        return dict(zip(shared["processes"], pids, strict=True))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._socket.send(msgspec.json.encode(message))
+
+    def _receive(self) -> bytes:
+        data = self._socket.recv(PACKET_BYTES_MAX)
+        if not data:
+            raise ChildProcessError("the zygote ended")
+        return data
+
+    def close(self) -> None:
+        """End the zygote and all its children; returns when it is gone."""
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+
+def _live(
+    machine: Machine,
+    program: agent.Program,
+    socket_folder: str,
+    orders: socket.socket,
+    supervisor: int,
+) -> None:
+    """The zygote's life; never returns."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        deathsig.die_with_parent(supervisor, signal.SIGTERM)
+        _close_others(orders)
+        _obey(machine, program, socket_folder, orders)
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        shutil.rmtree(socket_folder, ignore_errors=True)
+        os._exit(status)
+
+
+def _close_others(orders: socket.socket) -> None:
+    os.closerange(3, orders.fileno())
+    os.closerange(orders.fileno() + 1, 4096)
+
+
+def _obey(
+    machine: Machine, program: agent.Program, socket_folder: str, orders: socket.socket
+) -> None:
+    listeners: dict[int, tuple[socket.socket, socket.socket]] = {}
+    while True:
+        data, fds, _, _ = socket.recv_fds(orders, PACKET_BYTES_MAX, 250)
+        if not data:
+            return
+        order = msgspec.json.decode(data)
+        if order["what"] == "listen":
+            addresses = []
+            for process in order["processes"]:
+                path = f"{socket_folder}/{process}.{order['incarnation']}"
+                unix, tcp, address = mesh.listen(path, order["incarnation"])
+                listeners[process] = (unix, tcp)
+                addresses.append(address)
+            orders.send(msgspec.json.encode(addresses))
+        else:
+            orders.send(
+                msgspec.json.encode(_fork_all(machine, program, orders, order, listeners, fds))
+            )
+            for pair in listeners.values():
+                for listener in pair:
+                    listener.close()
+            listeners.clear()
+            for fd in fds:
+                os.close(fd)
+
+
+def _fork_all(
+    machine: Machine,
+    program: agent.Program,
+    orders: socket.socket,
+    order: dict[str, Any],
+    listeners: dict[int, tuple[socket.socket, socket.socket]],
+    fds: list[int],
+) -> list[int]:
+    pids = []
+    zygote = os.getpid()
+    order["token"] = bytes.fromhex(order["token"])
+    for process, fd in zip(order["processes"], fds, strict=True):
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+            for other, pair in listeners.items():
+                if other != process:
+                    for listener in pair:
+                        listener.close()
+            _become(machine, program, order | {"process": process}, fd, listeners[process], zygote)
+        pids.append(pid)
+    return pids
+
+
+def _become(
+    machine: Machine,
+    program: agent.Program,
+    order: dict[str, Any],
+    fd: int,
+    listeners: tuple[socket.socket, socket.socket],
+    zygote: int,
+) -> None:
+    """A child's life; never returns."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        deathsig.die_with_parent(zygote)
+        order.pop("what")
+        order.pop("processes")
+        assignment = msgspec.convert(order, agent.Assignment)
+        name = machine.processes[assignment.process].name
+        agent.prepare_process(assignment.run_folder, f"{name}.{assignment.incarnation}")
+        agent.Agent(
+            machine=machine,
+            assignment=assignment,
+            control_socket=socket.socket(fileno=fd),
+            listeners=listeners,
+            program=program,
+        ).run()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)

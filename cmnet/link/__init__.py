@@ -1,0 +1,1 @@
+"""Links as pure arithmetic: ports (how long), rules (what goes wrong)."""

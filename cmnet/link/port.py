@@ -1,0 +1,45 @@
+"""One direction of a port: a FIFO server with exact busy periods (design 2.1).
+
+Owns the arithmetic of egress and ingress. Does not own queues, sockets or the clock: callers pass
+instants and get instants. Within a busy period the k-th finish is begin + ceil(bits so far x 10^12 /
+rate), so rounding never adds up; an idle port, a changed rate, or an ingress time set by the sender's
+finish begins a new period.
+"""
+
+from __future__ import annotations
+
+from cmnet.units import PS_PER_S
+
+
+class Server:
+    """The time line of one FIFO server. ``free_ps`` is when it could serve the next frame."""
+
+    __slots__ = ("_begin_ps", "_bits_scaled", "_rate_bps", "free_ps")
+
+    def __init__(self) -> None:
+        self.free_ps = 0
+        self._begin_ps = 0
+        self._bits_scaled = 0
+        self._rate_bps = 0
+
+    def serve(self, start_ps: int, charged_bytes: int, rate_bps: int) -> int:
+        """Serve a frame from ``start_ps`` (at or after ``free_ps``); returns when it is done."""
+        if start_ps > self.free_ps or rate_bps != self._rate_bps:
+            self._begin_ps = start_ps
+            self._bits_scaled = 0
+            self._rate_bps = rate_bps
+        self._bits_scaled += charged_bytes * (8 * PS_PER_S)
+        self.free_ps = finish_ps = self._begin_ps - (-self._bits_scaled // rate_bps)
+        return finish_ps
+
+    def receive(self, first_ps: int, last_ps: int, charged_bytes: int, rate_bps: int) -> int:
+        """Serve a cut-through arrival: first byte in at ``first_ps``, last at ``last_ps`` at best.
+
+        Arrivals must come sorted by (first byte, source, sequence). Returns the delivery:
+        max(last byte, max(first byte, free) + bytes / rate).
+        """
+        delivered_ps = self.serve(max(first_ps, self.free_ps), charged_bytes, rate_bps)
+        if last_ps > delivered_ps:
+            self.free_ps = delivered_ps = last_ps
+            self._rate_bps = 0
+        return delivered_ps

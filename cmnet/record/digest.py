@@ -1,0 +1,62 @@
+"""The running hash of one process's ordered events (design 1.5).
+
+Owns what goes in: deliveries with their charged bytes, drops, and application marks, each with its
+instant. Windows, grants, holds, carried bytes, frames and slices never do, so that a digest is equal
+at any scale and on any host. A journal, when there is one, gets the same events as text.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+_DELIVERY = struct.Struct("<BqIIQBQ")
+_DROP = struct.Struct("<BqIIQB")
+
+Write = Callable[[str], object]
+
+
+class Digest:
+    """Folds events in the order in which they happen."""
+
+    __slots__ = ("_hash", "_pack", "_update", "_write")
+
+    def __init__(self, write: Write | None = None) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._update = self._hash.update
+        self._pack = _DELIVERY.pack
+        self._write = write
+
+    def delivery(
+        self, at_ps: int, source: int, target: int, sequence: int, kind: int, charged_bytes: int
+    ) -> None:
+        """A message reached its device."""
+        self._update(self._pack(1, at_ps, source, target, sequence, kind, charged_bytes))
+        if self._write is not None:
+            self._write(f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n")
+
+    def drop(self, at_ps: int, source: int, target: int, sequence: int, kind: int) -> None:
+        """A rule dropped a message at its egress."""
+        self._update(_DROP.pack(2, at_ps, source, target, sequence, kind))
+        if self._write is not None:
+            self._write(f"{at_ps} drop {source} {target} {sequence} {kind}\n")
+
+    def mark(self, at_ps: int, text: str) -> None:
+        """The application achieved something."""
+        self._update(b"\3" + at_ps.to_bytes(8, "little") + text.encode() + b"\0")
+        if self._write is not None:
+            self._write(f"{at_ps} mark {text}\n")
+
+    def value(self) -> bytes:
+        """The digest so far, 16 bytes."""
+        return self._hash.digest()
+
+
+def fold(digests: Iterable[tuple[str, bytes]]) -> str:
+    """The run's digest: of (process name, digest) in order of process index."""
+    whole = xxhash.xxh3_128()
+    for name, digest in digests:
+        whole.update(name.encode() + b"\0" + digest)
+    return whole.hexdigest()

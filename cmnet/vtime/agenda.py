@@ -1,0 +1,74 @@
+"""The ordered heap of a node's events: one total order, written once (design 1.4).
+
+Owns the order ``(at_ps, kind, source, sequence)``. Does not own the clock or what an event does. An
+event is a tuple of those four integers, then a callable and its one argument; the four integers are
+unique together, so the callable is never compared.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from cmnet.units import NEVER_PS
+
+DELIVERY, PORT, TIMER, CALLBACK = range(4)
+"""Kinds in the order in which they run at one instant; ready callbacks (3) live in the loop's deque."""
+
+Event = tuple[int, int, int, int, Callable[[Any], None], Any]
+
+
+class Agenda:
+    """Events that are due at instants. ``heap`` is for the loop's drain; others use the methods."""
+
+    __slots__ = ("_created", "heap")
+
+    def __init__(self) -> None:
+        self.heap: list[Event] = []
+        self._created = 0
+
+    def add_delivery(
+        self, at_ps: int, source: int, sequence: int, run: Callable[[Any], None], item: Any
+    ) -> None:
+        """A message of a source device; (source, sequence) never repeats in this agenda."""
+        heapq.heappush(self.heap, (at_ps, DELIVERY, source, sequence, run, item))
+
+    def add_port(self, at_ps: int, port: int, run: Callable[[Any], None], item: Any) -> None:
+        """An egress start; ties of one port run in order of creation."""
+        self._created += 1
+        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item))
+
+    def add_timer(self, at_ps: int, run: Callable[[Any], None], item: Any) -> None:
+        """A timer; ties run in order of creation."""
+        self._created += 1
+        heapq.heappush(self.heap, (at_ps, TIMER, 0, self._created, run, item))
+
+    def next_at_ps(self) -> int:
+        """The instant of the least event, NEVER_PS if there is none."""
+        return self.heap[0][0] if self.heap else NEVER_PS
+
+    def take_instant(self) -> list[Event]:
+        """Remove and return all events of the least instant, in order.
+
+        What these events add for the same instant is in a later call's list.
+        """
+        heap, pop = self.heap, heapq.heappop
+        at_ps = heap[0][0]
+        events = [pop(heap)]
+        while heap and heap[0][0] == at_ps:
+            events.append(pop(heap))
+        return events
+
+    def drop_head(self) -> None:
+        """Remove the least event (the loop does so with timers that were cancelled)."""
+        heapq.heappop(self.heap)
+
+    def discard(self, unwanted: Callable[[Event], bool]) -> int:
+        """Remove every event that matches; returns how many."""
+        kept = [event for event in self.heap if not unwanted(event)]
+        removed = len(self.heap) - len(kept)
+        if removed:
+            self.heap[:] = kept
+            heapq.heapify(self.heap)
+        return removed

@@ -1,0 +1,169 @@
+"""The conductor: grants windows over the control sockets (design 1.3).
+
+Owns the sockets to the processes and the state of each as last reported. What it decides is in
+``Horizon``; what happens at a stop, a death or the end is the supervisor's, called through ``Watcher``.
+Its loop runs only grants, deaths and the door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cmnet.units import NEVER_PS
+from cmnet.vtime.horizon import Death, Horizon
+from cmnet.wire import control
+
+
+class Watcher(Protocol):
+    """What the supervisor does when the conductor cannot simply go on. None may block."""
+
+    def stopped(self, at_ps: int) -> None:
+        """A barrier is reached; ``go`` continues."""
+
+    def nothing_left(self) -> None:
+        """No event anywhere, ever."""
+
+    def died(self, death: Death) -> None:
+        """A process ended by itself; the window goes on without it."""
+
+    def said(self, process: int, message: dict[str, Any]) -> None:
+        """A rare message came."""
+
+
+class State:
+    """What a process last reported."""
+
+    __slots__ = (
+        "digest",
+        "digest_before",
+        "finished_at_ps",
+        "marked_at_ps",
+        "outstanding",
+        "window",
+    )
+
+    def __init__(self) -> None:
+        self.digest = self.digest_before = b"\0" * 16
+        self.window = 0
+        self.outstanding = 0
+        self.marked_at_ps = 0
+        self.finished_at_ps = NEVER_PS
+
+
+class Conductor:
+    """Grants until told to pause."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, horizon: Horizon, watcher: Watcher, processes: int
+    ) -> None:
+        self.horizon = horizon
+        self.states = [State() for _ in range(processes)]
+        self.paused = True
+        self.on_window: Callable[[], None] | None = None
+        self._loop = loop
+        self._watcher = watcher
+        self._sockets: dict[int, socket.socket] = {}
+        self._at_stop = False
+
+    def attach(self, process: int, sock: socket.socket) -> None:
+        """A process's control socket; it speaks from now on."""
+        sock.setblocking(False)
+        self._sockets[process] = sock
+        self.states[process] = State()
+        self._loop.add_reader(sock.fileno(), self._readable, process, sock)
+
+    def detach(self, process: int) -> None:
+        """Forget a process."""
+        sock = self._sockets.pop(process, None)
+        if sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+
+    def tell(self, process: int, what: str, **fields: Any) -> None:
+        """Send a rare message; one to a process that is just dying is lost."""
+        self._send(process, control.encode_rare(what, **fields))
+
+    def tell_all(self, what: str, **fields: Any) -> None:
+        """Send a rare message to every process that lives."""
+        packet = control.encode_rare(what, **fields)
+        for process in list(self._sockets):
+            self._send(process, packet)
+
+    def _send(self, process: int, packet: bytes) -> None:
+        sock = self._sockets.get(process)
+        if sock is not None:
+            try:
+                sock.send(packet)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # its end is read next
+
+    def go(self) -> None:
+        """Grant windows until the next stop."""
+        self.paused = False
+        self._advance()
+
+    def pause(self) -> None:
+        """Open no window after the one in progress."""
+        self.paused = True
+
+    def _advance(self) -> None:
+        horizon = self.horizon
+        if self.on_window is not None:
+            self.on_window()
+        if self._at_stop:
+            self._at_stop = False
+            self.paused = True
+            self._watcher.stopped(horizon.take_stop())
+            return
+        if self.paused:
+            return
+        grants = horizon.decide()
+        if not grants:
+            self.paused = True
+            self._watcher.nothing_left()
+            return
+        self._at_stop = grants[0].barrier
+        for grant in grants:
+            self._send(grant.process, control.encode_grant(grant))
+
+    def _readable(self, process: int, sock: socket.socket) -> None:
+        try:
+            data = sock.recv(control.PACKET_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._died(process)
+        elif data[0] == control.REPORT:
+            self._reported(process, data)
+        else:
+            self._watcher.said(process, control.decode_rare(data))
+
+    def _reported(self, process: int, data: bytes) -> None:
+        report = control.decode_report(data)
+        state = self.states[process]
+        state.digest_before, state.digest = state.digest, report.digest
+        state.window = report.window
+        state.outstanding = report.outstanding
+        state.marked_at_ps = report.marked_at_ps
+        state.finished_at_ps = report.finished_at_ps
+        horizon = self.horizon
+        horizon.report(process, report.window, report.next_at_ps, report.sends)
+        if horizon.closed:
+            self._advance()
+
+    def _died(self, process: int) -> None:
+        self.detach(process)
+        was_open = not self.horizon.closed
+        death = self.horizon.died(process)
+        state = self.states[process]
+        if state.window >= death.window:
+            state.digest = state.digest_before
+        state.outstanding = 0
+        self._watcher.died(death)
+        if was_open and self.horizon.closed:
+            self._advance()

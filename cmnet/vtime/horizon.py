@@ -1,0 +1,166 @@
+"""What the conductor decides: reports in, grants out (design 1.3). Pure.
+
+Owns the window number, the horizon, and how many frames each process must have read. Does not own
+sockets, processes or the wall clock. The horizon is the least next event anywhere plus the lookahead,
+cut at the next *stop* (an instant at which the supervisor wants a barrier). A frame that a process
+reported as sent counts as an event of its receiver from then on, so no window waits for a wire.
+
+The door (design 1.6) is one more peer: what comes from outside is stamped with the last horizon,
+counted like a frame and so never passed by.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cmnet.units import NEVER_PS
+
+Send = tuple[int, int, int]
+"""(peer, frames sent to it in this window, the earliest instant at which one of them matters)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to run one window. ``frames_expected`` counts frames of earlier windows, ever."""
+
+    process: int
+    window: int
+    horizon_ps: int
+    frames_expected: int
+    barrier: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What receivers must know of a death: frames of windows from ``window`` on are discarded."""
+
+    process: int
+    at_ps: int
+    window: int
+
+
+class Horizon:
+    """The conductor's state. Call ``report`` for each grant, then ``decide`` when ``closed``."""
+
+    def __init__(self, processes: int, lookahead_ps: int) -> None:
+        assert lookahead_ps > 0
+        self.lookahead_ps = lookahead_ps
+        self.window = 0
+        self.horizon_ps = 0
+        self.grants_count = 0
+        self._next_ps = [NEVER_PS] * processes
+        self._alive = [False] * processes
+        self._expected = [0] * processes
+        self._running: dict[int, bool] = {}
+        self._reports: list[tuple[int, int, Sequence[Send]]] = []
+        self._stops: list[int] = []
+        self._window_start_ps = 0
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def join(self, process: int, next_at_ps: int) -> None:
+        """A process is up (again); it has read no frame."""
+        assert not self._alive[process] and self.closed
+        self._alive[process] = True
+        self._next_ps[process] = next_at_ps
+        self._expected[process] = 0
+
+    def report(self, process: int, window: int, next_at_ps: int, sends: Sequence[Send]) -> None:
+        """The one answer to a grant."""
+        assert window == self.window and process in self._running, (process, window, self.window)
+        del self._running[process]
+        self._reports.append((process, next_at_ps, sends))
+        if not self._running:
+            self._close()
+
+    def died(self, process: int) -> Death:
+        """A process ended, by wish or by itself: what it did in an open window did not happen."""
+        if not self._alive[process]:
+            raise ValueError(f"process {process} is not alive")
+        self._alive[process] = False
+        self._next_ps[process] = NEVER_PS
+        if self.closed:
+            return Death(process, self.horizon_ps, self.window + 1)
+        death = Death(process, self._window_start_ps, self.window)
+        self._reports = [entry for entry in self._reports if entry[0] != process]
+        self._running.pop(process, None)
+        if not self._running:
+            self._close()
+        return death
+
+    def enter(self, process: int, pace_ps: int = 0) -> int:
+        """Something from outside for a process: its stamp; the process must be told before it runs."""
+        at_ps = max(self.horizon_ps, pace_ps)
+        self._expected[process] += 1
+        self._next_ps[process] = min(self._next_ps[process], at_ps)
+        return at_ps
+
+    def stop_at(self, at_ps: int) -> None:
+        """Ask for a barrier: no event before this instant is left, none at or after it has run."""
+        assert at_ps >= self.horizon_ps, (at_ps, self.horizon_ps)
+        bisect.insort(self._stops, at_ps)
+
+    # --- what goes out ----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """No grant is open."""
+        return not self._running
+
+    def running(self) -> Iterable[int]:
+        """Processes that have not answered their grant."""
+        return self._running.keys()
+
+    def alive(self) -> list[int]:
+        """Processes that live, in order."""
+        return [process for process, alive in enumerate(self._alive) if alive]
+
+    def least_ps(self) -> int:
+        """The least next event of any process."""
+        return min(self._next_ps)
+
+    def decide(self) -> list[Grant]:
+        """The grants of the next window; empty when nothing will ever happen.
+
+        At a stop these are barrier grants for all; when they are answered, ``take_stop`` is due.
+        """
+        assert self.closed
+        least_ps = self.least_ps()
+        stop_ps = self._stops[0] if self._stops else NEVER_PS
+        if least_ps == stop_ps == NEVER_PS:
+            return []
+        if least_ps >= stop_ps:
+            return self._open(stop_ps, stop_ps, self.alive(), barrier=True)
+        horizon_ps = min(least_ps + self.lookahead_ps, stop_ps)
+        next_ps = self._next_ps
+        processes = [p for p in range(len(next_ps)) if next_ps[p] < horizon_ps]
+        return self._open(least_ps, horizon_ps, processes, barrier=False)
+
+    def take_stop(self) -> int:
+        """The stop whose barrier has been answered; forgets it."""
+        return self._stops.pop(0)
+
+    def _open(
+        self, start_ps: int, horizon_ps: int, processes: list[int], *, barrier: bool
+    ) -> list[Grant]:
+        self.window += 1
+        self._window_start_ps = start_ps
+        self.horizon_ps = horizon_ps
+        self.grants_count += len(processes)
+        self._running = dict.fromkeys(processes, True)
+        expected, window = self._expected, self.window
+        return [Grant(p, window, horizon_ps, expected[p], barrier) for p in processes]
+
+    def _close(self) -> None:
+        next_ps, expected, alive = self._next_ps, self._expected, self._alive
+        for process, next_at_ps, _ in self._reports:
+            next_ps[process] = next_at_ps
+        for _, _, sends in self._reports:
+            for peer, frames, earliest_ps in sends:
+                if alive[peer]:
+                    expected[peer] += frames
+                    if earliest_ps < next_ps[peer]:
+                        next_ps[peer] = earliest_ps
+        self._reports = []

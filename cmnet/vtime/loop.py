@@ -1,0 +1,432 @@
+"""The event loop of a node: plain asyncio code in virtual time (design 1.1, 1.2).
+
+Owns the clock, the ready deque, the agenda and the holds. Does not own sockets: the mesh reads and
+writes them through ``native_reader`` and ``native_writer``; everything else that uvloop offers for the
+outside world is either virtual (the ``network`` that a plane installs) or refused, because uvloop's
+own transports call round these overrides and would run at a moment of the wall clock.
+
+Two ways to run: ``run_until`` drains up to a horizon, called by whoever has a grant; and the ordinary
+``run_forever`` / ``run_until_complete``, which grants itself everything (one process, no conductor).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, TypeVar
+
+import uvloop
+
+from cmnet.errors import DeadlockError, SpinError
+from cmnet.units import NEVER_PS, PS_PER_S, format_ps, nearest_ps
+from cmnet.vtime.agenda import Agenda, Event
+
+T = TypeVar("T")
+
+SPIN_LIMIT = 1_000_000
+"""Callbacks without the clock moving after which a node counts as spinning (design 1.7)."""
+
+GC_EVERY = 300_000
+"""Callbacks between two collections: the collector runs at virtual instants only (design 1.2).
+300,000 keeps it below 1 % of a busy node's time; a count, so the same in every run."""
+
+
+class VirtualTask(asyncio.Task[T]):
+    """A task that hashes by its creation number: asyncio keeps sets of tasks, whose order must not
+    depend on addresses (engine measurements: 12 orders in 12 runs without it)."""
+
+    def __init__(self, coro: Any, *, loop: VirtualLoop, **options: Any) -> None:
+        self.number = loop.next_number()
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class VirtualFuture(asyncio.Future[T]):
+    """A future that hashes by its creation number, for the same reason."""
+
+    def __init__(self, *, loop: VirtualLoop) -> None:
+        self.number = loop.next_number()
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Hold:
+    """A job on a thread that ends, in virtual time, at a known instant (design 1.2)."""
+
+    __slots__ = ("called", "future", "loop", "thread")
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.future = loop.create_future()
+        self.thread: concurrent.futures.Future[Any] | None = None
+        self.called: list[asyncio.Handle] = []
+
+
+_in_hold = threading.local()
+
+
+class VirtualLoop(uvloop.Loop):
+    """uvloop with its time replaced. ``now_ps`` is the clock; only the drain moves it."""
+
+    def __init__(self, *, origin_ps: int = 0, start_ps: int = 0) -> None:
+        super().__init__()
+        self.now_ps = start_ps
+        self.agenda = Agenda()
+        self.network: Any = None
+        self.spin_limit = SPIN_LIMIT
+        self.slow_callback_duration = math.inf
+        self.callbacks_run = 0
+        self._origin_ps = origin_ps
+        self._ready: deque[asyncio.Handle] = deque()
+        self._instant: deque[Event] = deque()
+        self._numbers = 0
+        self._spins = 0
+        self._gc_at = GC_EVERY
+        self._stop_asked = False
+        self._self_granted = False
+        self._pumping = False
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._holds: dict[Hold, None] = {}
+        self._failure: BaseException | None = None
+        self._cancelled_timers = 0
+        self.resume: Callable[[], None] = self._pump
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds since the origin, by true division of integers (correctly rounded)."""
+        return (self._origin_ps + self.now_ps) / PS_PER_S
+
+    def next_number(self) -> int:
+        """Creation numbers of tasks and futures."""
+        self._numbers += 1
+        return self._numbers
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return VirtualFuture(loop=self)
+
+    def create_task(  # type: ignore[override]  # uvloop's stub lacks the context of 3.11
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+    ) -> asyncio.Task[T]:
+        return VirtualTask(coro, loop=self, **options)
+
+    # --- callbacks and timers ---------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        if self._self_granted and not self._pumping:
+            self._arm_pump()
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """From the loop's thread: call_soon. From a held thread: runs at the hold's instant.
+        From any other thread: RuntimeError, since there is no instant at which it could run."""
+        hold = getattr(_in_hold, "hold", None)
+        if hold is not None:
+            handle = asyncio.Handle(callback, args, self, context)
+            hold.called.append(handle)
+            return handle
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a thread without a hold has no virtual instant to call at")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """After ``delay`` seconds to the nearest picosecond, at least 1 if positive."""
+        delay_ps = max(nearest_ps(delay), 1) if delay > 0 else 0
+        return self.call_at_ps(self.now_ps + delay_ps, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """At the nearest picosecond whose ``time()`` is not before ``when``: none fires early."""
+        at_ps = nearest_ps(when) - self._origin_ps
+        while (self._origin_ps + at_ps) / PS_PER_S < when:
+            at_ps += 1
+        return self.call_at_ps(max(at_ps, self.now_ps), callback, *args, context=context)
+
+    def call_at_ps(
+        self, at_ps: int, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """At an instant, which must not lie in the past nor beyond int64 picoseconds."""
+        assert self.now_ps <= at_ps < NEVER_PS, (self.now_ps, at_ps)
+        when = (self._origin_ps + at_ps) / PS_PER_S
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle._scheduled = True
+        self.agenda.add_timer(at_ps, _run_timer, handle)
+        if self._self_granted and not self._pumping:
+            self._arm_pump()
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+        heap = self.agenda.heap
+        if self._cancelled_timers > 100 and 2 * self._cancelled_timers > len(heap):
+            self.agenda.discard(_is_cancelled)
+            self._cancelled_timers = 0
+
+    async def sleep_ps(self, delay_ps: int) -> None:
+        """Sleep exactly so many picoseconds; 0 yields once."""
+        await self.sleep_until_ps(self.now_ps + delay_ps)
+
+    async def sleep_until_ps(self, at_ps: int) -> None:
+        """Sleep until an instant; an instant in the past is a bug of the caller."""
+        future = self.create_future()
+        handle = self.call_at_ps(at_ps, _set_unless_done, future)
+        try:
+            await future
+        finally:
+            handle.cancel()
+
+    # --- holds ------------------------------------------------------------------------------------
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """asyncio's call: a hold of no virtual duration. The executor must be one of threads."""
+        return self.hold(func, *args, executor=executor)
+
+    def hold(
+        self,
+        func: Callable[..., T],
+        *args: Any,
+        duration_ps: int = 0,
+        executor: concurrent.futures.Executor | None = None,
+    ) -> asyncio.Future[T]:
+        """Run ``func`` on a thread; its future is set ``duration_ps`` from now.
+
+        The clock may reach that instant but not pass it until the thread is done; cancelling the
+        future does not end the hold. Jobs of one instant finish in order of submission.
+        """
+        if executor is None:
+            executor = self._own_threads()
+        hold = Hold(self)
+        self._holds[hold] = None
+        hold.thread = executor.submit(_run_held, hold, func, args)
+        self.agenda.add_timer(self.now_ps + duration_ps, _end_hold, hold)
+        if self._self_granted and not self._pumping:
+            self._arm_pump()
+        return hold.future
+
+    def _own_threads(self) -> concurrent.futures.ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(4, "hold")
+        return self._threads
+
+    def hold_ended(self, hold: Hold) -> None:
+        """A hold's instant came: what its thread called runs now."""
+        del self._holds[hold]
+        self._ready.extend(hold.called)
+
+    def threads_done(self) -> bool:
+        """No held thread runs. False: ``resume`` is called when one has ended."""
+        for hold in self._holds:
+            assert hold.thread is not None
+            if not hold.thread.done():
+                hold.thread.add_done_callback(self._wake)
+                return False
+        return True
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+            self._threads = None
+
+    # --- draining ---------------------------------------------------------------------------------
+
+    def next_at_ps(self) -> int:
+        """The instant of the next event: now if callbacks wait, NEVER_PS if nothing will happen."""
+        if self._ready or self._instant:
+            return self.now_ps
+        heap = self.agenda.heap
+        while heap and _is_cancelled(heap[0]):
+            self.agenda.drop_head()
+        return self.agenda.next_at_ps()
+
+    def run_until(self, horizon_ps: int) -> bool:
+        """Run all events before the horizon. False: a thread must end first; ``resume`` is called
+        then, and calling again goes on exactly where it stopped. Raises what an event raised; the
+        loop stays drainable."""
+        ready, agenda, instant = self._ready, self.agenda, self._instant
+        while not self._stop_asked:
+            while instant:
+                event = instant[0]
+                if event[4] is _end_hold and not event[5].thread.done():
+                    event[5].thread.add_done_callback(self._wake)
+                    return False
+                instant.popleft()
+                event[4](event[5])
+            if ready:
+                self._run_ready(ready)
+                if not (agenda.heap and agenda.heap[0][0] <= self.now_ps):
+                    continue
+            elif not agenda.heap or agenda.heap[0][0] >= horizon_ps:
+                return True
+            events = agenda.take_instant()
+            if events[0][0] > self.now_ps:
+                self.now_ps = events[0][0]
+                self._spins = 0
+                if self.callbacks_run > self._gc_at:
+                    self._gc_at = self.callbacks_run + GC_EVERY
+                    gc.collect()
+            instant.extend(events)
+        return True
+
+    def _run_ready(self, ready: deque[asyncio.Handle]) -> None:
+        count = len(ready)
+        self._spins += count
+        self.callbacks_run += count
+        if self._spins > self.spin_limit:
+            self._spins = 0
+            raise SpinError(f"{self.spin_limit} callbacks at {format_ps(self.now_ps)}")
+        for _ in range(count):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _wake(self, _: object) -> None:
+        uvloop.Loop.call_soon_threadsafe(self, self._resume_native)
+
+    def _resume_native(self) -> None:
+        self.resume()
+
+    # --- running alone ----------------------------------------------------------------------------
+
+    def run_forever(self) -> None:
+        """Without a conductor the loop grants itself everything; with one (``resume`` replaced) it
+        only serves the native readers until ``stop``."""
+        self._stop_asked = False
+        self._failure = None
+        self._self_granted = self.resume == self._pump
+        if self._self_granted:
+            self._arm_pump()
+        try:
+            super().run_forever()
+        finally:
+            self._self_granted = False
+            self._stop_asked = False
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop after the callbacks of this turn."""
+        self._stop_asked = True
+        super().stop()
+
+    def _arm_pump(self) -> None:
+        self._pumping = True
+        super().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = True
+        try:
+            if self.run_until(NEVER_PS) and not self._stop_asked:
+                raise DeadlockError(f"nothing will ever happen after {format_ps(self.now_ps)}")
+        except BaseException as error:  # uvloop would log it; run_forever raises it
+            self._failure = error
+            self.stop()
+        finally:
+            self._pumping = False
+
+    # --- the outside world ------------------------------------------------------------------------
+
+    def native_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        """uvloop's add_reader, for the mesh and the control socket only."""
+        super().add_reader(fd, callback, *args)
+
+    def native_reader_gone(self, fd: int) -> None:
+        super().remove_reader(fd)
+
+    def native_writer(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        """uvloop's add_writer, for the mesh only."""
+        super().add_writer(fd, callback, *args)
+
+    def native_writer_gone(self, fd: int) -> None:
+        super().remove_writer(fd)
+
+
+def _run_timer(handle: asyncio.TimerHandle) -> None:
+    handle._scheduled = False
+    if not handle._cancelled:
+        handle._run()
+
+
+def _is_cancelled(event: Event) -> bool:
+    return event[4] is _run_timer and bool(event[5]._cancelled)
+
+
+def _set_unless_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _end_hold(hold: Hold) -> None:
+    assert hold.thread is not None
+    hold.loop.hold_ended(hold)
+    if hold.future.cancelled():
+        return
+    error = hold.thread.exception()
+    if error is not None:
+        hold.future.set_exception(error)
+    else:
+        hold.future.set_result(hold.thread.result())
+
+
+def _run_held(hold: Hold, func: Callable[..., T], args: tuple[Any, ...]) -> T:
+    _in_hold.hold = hold
+    try:
+        return func(*args)
+    finally:
+        _in_hold.hold = None
+
+
+_VIRTUAL = (
+    "create_connection create_server getaddrinfo getnameinfo sock_connect sock_accept sock_recv"
+    " sock_recv_into sock_sendall sock_recvfrom sock_recvfrom_into sock_sendto sock_sendfile"
+).split()
+_REFUSED = (
+    "create_unix_connection create_unix_server create_datagram_endpoint connect_read_pipe"
+    " connect_write_pipe connect_accepted_socket subprocess_exec subprocess_shell start_tls sendfile"
+    " add_reader remove_reader add_writer remove_writer add_signal_handler remove_signal_handler"
+).split()
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refused(self: VirtualLoop, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"loop.{name}() would run on the wall clock; a node has no such thing")
+
+    refused.__name__ = name
+    return refused
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def delegated(self: VirtualLoop, *args: Any, **options: Any) -> Any:
+        method = getattr(self.network, name, None)
+        if method is None:
+            raise RuntimeError(f"loop.{name}() needs the VPC plane of a node, which is not there")
+        return method(*args, **options)
+
+    delegated.__name__ = name
+    return delegated
+
+
+for _name in _VIRTUAL:
+    setattr(VirtualLoop, _name, _delegate(_name))
+for _name in _REFUSED:
+    setattr(VirtualLoop, _name, _refuse(_name))

@@ -1,0 +1,1 @@
+"""What goes over real sockets: frames and control messages (pure), the mesh that carries them."""

@@ -1,0 +1,384 @@
+"""The sockets between the processes of a run (design 1.3, 1.8, 4).
+
+Owns connections, their buffers and what is partly written or read. Does not own time: it hands every
+frame read to ``on_frame`` and never wakes a task. Connections carry frames one way, so a killed peer
+with unread input loses nothing that the kernel had accepted. The sender connects: UB over Unix sockets
+at the start, RDMA and VPC over TCP when first used. Writing never blocks: what the kernel does not
+take is kept, and a report waits for it (``flushed``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from cmnet.errors import FrameError, LaunchError
+from cmnet.wire import frames
+
+SCRATCH_BYTES = 1 << 18
+LARGE_BYTES = 1 << 15
+"""A payload from here on is read straight into its own buffer."""
+
+IOV_MAX = 1000
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a process listens: a Unix path for UB, a TCP port on loopback for the other planes."""
+
+    incarnation: int
+    unix_path: str
+    tcp_port: int
+
+
+class Reader(Protocol):
+    """The part of the loop that the mesh uses."""
+
+    def native_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None: ...
+    def native_reader_gone(self, fd: int) -> None: ...
+    def native_writer(self, fd: int, callback: Callable[..., object], *args: object) -> None: ...
+    def native_writer_gone(self, fd: int) -> None: ...
+
+
+OnFrame = Callable[[int, tuple[int, ...], bytes, "bytes | bytearray"], None]
+"""(peer, unpacked header, body, payload)"""
+
+
+def listen(unix_path: str, incarnation: int) -> tuple[socket.socket, socket.socket, Address]:
+    """Both listeners of a process and its address. The caller made the folder private."""
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unix.bind(unix_path)
+    tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    tcp.bind(("127.0.0.1", 0))
+    for listener in (unix, tcp):
+        listener.listen(512)
+        listener.setblocking(False)
+    return unix, tcp, Address(incarnation, unix_path, tcp.getsockname()[1])
+
+
+class _Outgoing:
+    """One connection that we write."""
+
+    __slots__ = ("blocked", "parts", "sock")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.parts: list[bytes | bytearray | memoryview] = []
+        self.blocked = False
+
+
+class _Incoming:
+    """One connection that we read."""
+
+    __slots__ = ("filled", "header", "partial", "peer", "sock", "target")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.peer = -1
+        self.partial = b""
+        self.header: tuple[tuple[int, ...], bytes] | None = None
+        self.target = bytearray()
+        self.filled = 0
+
+
+class Mesh:
+    """All connections of one process."""
+
+    def __init__(
+        self,
+        *,
+        loop: Reader,
+        process: int,
+        incarnation: int,
+        token: bytes,
+        addresses: list[Address | None],
+        socket_buffer_bytes: int,
+        on_frame: OnFrame,
+        on_broken: Callable[[Exception], None],
+    ) -> None:
+        self._loop = loop
+        self._process = process
+        self._incarnation = incarnation
+        self._token = token
+        self._addresses = addresses
+        self._socket_buffer_bytes = socket_buffer_bytes
+        self._on_frame = on_frame
+        self._on_broken = on_broken
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._dirty: list[_Outgoing] = []
+        self._blocked = 0
+        self._incoming: set[_Incoming] = set()
+        self._incarnations = [0] * len(addresses)
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._view = memoryview(self._scratch)
+        self.on_flushed: Callable[[], None] = lambda: None
+        self.frames_lost = 0
+        self.bytes_written = 0
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def serve(self, *listeners: socket.socket) -> None:
+        """Accept on listeners that are already bound."""
+        for listener in listeners:
+            self._loop.native_reader(listener.fileno(), self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            sock.setblocking(False)
+            self._buffer(sock, socket.SO_RCVBUF)
+            incoming = _Incoming(sock)
+            self._incoming.add(incoming)
+            self._loop.native_reader(sock.fileno(), self._readable, incoming)
+
+    def _buffer(self, sock: socket.socket, option: int) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, option, self._socket_buffer_bytes)
+
+    def connect(self, peer: int, plane: int) -> None:
+        """Open our connection to a peer; a peer that is gone is no error (its frames are lost)."""
+        address = self._addresses[peer]
+        if address is None:
+            return
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            self._outgoing[peer * 4 + plane] = self._open(address, plane)
+
+    def _open(self, address: Address, plane: int) -> _Outgoing:
+        family = socket.AF_INET if plane else socket.AF_UNIX
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._buffer(sock, socket.SO_SNDBUF)
+            sock.settimeout(CONNECT_TIMEOUT_S)
+            if plane:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.connect(("127.0.0.1", address.tcp_port))
+            else:
+                sock.connect(address.unix_path)
+            sock.sendall(
+                frames.hello(
+                    plane=plane,
+                    process=self._process,
+                    incarnation=self._incarnation,
+                    token=self._token,
+                )
+            )
+            sock.setblocking(False)
+        except TimeoutError as error:
+            sock.close()
+            raise LaunchError(f"no connection to {address} in {CONNECT_TIMEOUT_S} s") from error
+        except BaseException:
+            sock.close()
+            raise
+        return _Outgoing(sock)
+
+    def peer_down(self, peer: int) -> None:
+        """A peer died: nothing is sent to it any more."""
+        self._addresses[peer] = None
+        for plane in range(3):
+            self._drop_outgoing(peer * 4 + plane)
+
+    def peer_up(self, peer: int, address: Address) -> None:
+        """A peer is back as a new incarnation."""
+        self.peer_down(peer)
+        self._addresses[peer] = address
+        self._incarnations[peer] = address.incarnation
+
+    def _drop_outgoing(self, key: int) -> None:
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is None:
+            return
+        if outgoing.blocked:
+            self._loop.native_writer_gone(outgoing.sock.fileno())
+            outgoing.blocked = False
+            self._blocked -= 1
+        outgoing.parts = []
+        outgoing.sock.close()
+
+    def close(self) -> None:
+        """Close every connection."""
+        for key in list(self._outgoing):
+            self._drop_outgoing(key)
+        for incoming in list(self._incoming):
+            self._drop_incoming(incoming)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(
+        self,
+        peer: int,
+        plane: int,
+        head: bytes,
+        body: bytes,
+        payload: bytes | bytearray | memoryview,
+    ) -> None:
+        """Queue a frame; ``flush`` writes it. Frames to a peer that is gone are lost."""
+        outgoing = self._outgoing.get(peer * 4 + plane)
+        if outgoing is None:
+            self.connect(peer, plane)
+            outgoing = self._outgoing.get(peer * 4 + plane)
+            if outgoing is None:
+                self.frames_lost += 1
+                return
+        parts = outgoing.parts
+        if not parts:
+            self._dirty.append(outgoing)
+        parts.append(head)
+        if body:
+            parts.append(body)
+        if payload:
+            parts.append(payload)
+
+    def flush(self) -> bool:
+        """Write what waits, one call a peer; True if the kernel took all of it."""
+        dirty, self._dirty = self._dirty, []
+        for outgoing in dirty:
+            if not outgoing.blocked:
+                self._write(outgoing)
+        return not self._blocked
+
+    def flushed(self) -> bool:
+        """Nothing waits for the kernel."""
+        return not self._blocked and not self._dirty
+
+    def _write(self, outgoing: _Outgoing) -> None:
+        parts = outgoing.parts
+        try:
+            while parts:
+                if len(parts) == 1:
+                    sent = outgoing.sock.send(parts[0])
+                else:
+                    sent = outgoing.sock.sendmsg(parts[:IOV_MAX])
+                self.bytes_written += sent
+                _consume(parts, sent)
+        except BlockingIOError:
+            if not outgoing.blocked:
+                outgoing.blocked = True
+                self._blocked += 1
+                self._loop.native_writer(outgoing.sock.fileno(), self._writable, outgoing)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+                raise
+            self.frames_lost += 1
+            parts.clear()
+        if outgoing.blocked:
+            outgoing.blocked = False
+            self._blocked -= 1
+            self._loop.native_writer_gone(outgoing.sock.fileno())
+
+    def _writable(self, outgoing: _Outgoing) -> None:
+        self._write(outgoing)
+        if self.flushed():
+            self.on_flushed()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _readable(self, incoming: _Incoming) -> None:
+        try:
+            if incoming.header is not None:
+                self._fill(incoming)
+                return
+            count = incoming.sock.recv_into(self._scratch)
+            if count == 0:
+                self._drop_incoming(incoming)
+            elif incoming.peer < 0:
+                self._greet(incoming, bytes(self._view[:count]))
+            elif incoming.partial:
+                self._parse(incoming, memoryview(incoming.partial + self._view[:count]))
+            else:
+                self._parse(incoming, self._view[:count])
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            self._drop_incoming(incoming)
+        except Exception as error:  # uvloop closes the poll handle of a callback that raises
+            self._drop_incoming(incoming)
+            self._on_broken(error)
+
+    def _greet(self, incoming: _Incoming, data: bytes) -> None:
+        data = incoming.partial + data
+        incoming.partial = data
+        if len(data) < frames.HELLO.size:
+            return
+        try:
+            _, peer, incarnation = frames.read_hello(data[: frames.HELLO.size], self._token)
+            if peer >= len(self._incarnations) or incarnation < self._incarnations[peer]:
+                raise FrameError(f"an older incarnation ({incarnation}) of process {peer}")
+        except FrameError:
+            self._drop_incoming(incoming)
+            return
+        self._incarnations[peer] = incarnation
+        incoming.peer = peer
+        incoming.partial = b""
+        if len(data) > frames.HELLO.size:
+            self._parse(incoming, memoryview(data)[frames.HELLO.size :])
+
+    def _parse(self, incoming: _Incoming, view: memoryview) -> None:
+        at, end, size = 0, len(view), frames.HEADER.size
+        unpack, on_frame, peer = frames.HEADER.unpack_from, self._on_frame, incoming.peer
+        while end - at >= size:
+            header = unpack(view, at)
+            body_end = at + size + header[0]
+            payload_end = body_end + header[1]
+            if header[0] | header[1] or header[2] != frames.MAGIC:
+                frames.check_lengths(header[0], header[1], header[2])
+            if payload_end > end:
+                if header[1] >= LARGE_BYTES and body_end <= end:
+                    self._begin_large(incoming, header, view, at + size)
+                    return
+                break
+            on_frame(
+                peer, header, bytes(view[at + size : body_end]), bytes(view[body_end:payload_end])
+            )
+            at = payload_end
+        incoming.partial = bytes(view[at:]) if at < end else b""
+
+    def _begin_large(
+        self, incoming: _Incoming, header: tuple[int, ...], view: memoryview, body_at: int
+    ) -> None:
+        body_end = body_at + header[0]
+        rest = view[body_end:]
+        incoming.header = (header, bytes(view[body_at:body_end]))
+        incoming.target = bytearray(header[1])
+        incoming.target[: len(rest)] = rest
+        incoming.filled = len(rest)
+        incoming.partial = b""
+
+    def _fill(self, incoming: _Incoming) -> None:
+        view = memoryview(incoming.target)[incoming.filled :]
+        count = incoming.sock.recv_into(view)
+        if count == 0:
+            self._drop_incoming(incoming)
+            return
+        incoming.filled += count
+        if incoming.filled == len(incoming.target):
+            assert incoming.header is not None
+            header, body = incoming.header
+            incoming.header = None
+            target, incoming.target = incoming.target, bytearray()
+            self._on_frame(incoming.peer, header, body, target)
+
+    def _drop_incoming(self, incoming: _Incoming) -> None:
+        if incoming in self._incoming:
+            self._incoming.discard(incoming)
+            self._loop.native_reader_gone(incoming.sock.fileno())
+            incoming.sock.close()
+
+
+def _consume(parts: list[bytes | bytearray | memoryview], sent: int) -> None:
+    done = 0
+    for part in parts:
+        if sent < len(part):
+            break
+        sent -= len(part)
+        done += 1
+    del parts[:done]
+    if sent:
+        parts[0] = memoryview(parts[0])[sent:]

@@ -1,0 +1,1 @@
+"""The EMS store of one node: who owns a key, what is written, on which disk, in what time."""

@@ -1,0 +1,1 @@
+"""KV rows on their way from prefill to decode."""

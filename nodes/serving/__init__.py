@@ -1,0 +1,1 @@
+"""Serving: requests from a trace to tokens; prefill, decode, their times and their schedule."""
