@@ -11,15 +11,17 @@ is asked again at its true delivery.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
+from cmnet import bursts
 from cmnet.errors import CausalityError, FrameError
 from cmnet.link.reach import FrameFacts
 from cmnet.link.rules import Outcome, Rules
 from cmnet.messages import (
+    NO_FENCE,
     Arrival,
     EgressPort,
     IngressPort,
@@ -28,6 +30,7 @@ from cmnet.messages import (
     PlaneStatistics,
     Route,
     Started,
+    flip_a_bit,
 )
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine, Operation, Plane
@@ -65,15 +68,14 @@ class Fabric:
         self.ran_to_ps = 0
         self.sends: dict[int, list[int]] = {}
         self.statistics_of = [PlaneStatistics() for _ in Plane]
-        self._carry = carry
+        self.carry = carry
         self._handlers: dict[int, Callable[[Arrival], None]] = {}
         self._egress: dict[int, EgressPort] = {}
         self._ingress: dict[int, IngressPort] = {}
         self._routes: dict[tuple[int, int, int, int], Route] = {}
         self._sequence_base = incarnation << INCARNATION_SHIFT
-        self._sequences: dict[int, int] = {}
+        self.sequences: dict[int, int] = {}
         self._process_of = [device.process for device in machine.devices]
-        self._link_tries = {Plane.UB: machine.ub_retry.tries}
         self._devices_count = len(machine.devices)
 
     # --- what planes use --------------------------------------------------------------------------
@@ -129,21 +131,59 @@ class Fabric:
         payload: Payload = b"",
         rate_bps: int = 0,
         started: Started | None = None,
+        fence: int = NO_FENCE,
     ) -> None:
-        """Queue a message at its egress; an idle port starts it at once.
+        """Queue a message at its egress. Starting is an event: on an idle port at this instant, after
+        what else is due now, so that flows posted at one instant share the port from the first chunk.
 
-        ``rate_bps`` 0 means the path's. Whoever may send more than one collective awaits ``room``.
+        ``rate_bps`` 0 means the path's. Whoever may send more than one collective awaits ``room``;
+        whoever waits for ``started`` (a flow with its one chunk in the port) need not and counts
+        nothing there. A message with a ``fence`` arrives after all that left before it on its route,
+        whatever rules delay, and is withdrawn if more than ``fence`` of those were dropped.
         """
         rate_bps = rate_bps or route.path.rate_bps
-        message = Outgoing(route, kind, body, payload, charged_bytes, rate_bps, started)
+        message = Outgoing(route, kind, body, payload, charged_bytes, rate_bps, started, fence)
         port = route.egress
-        if port.queue or port.server.free_ps > self.loop.now_ps:
-            if not port.queue:
-                self._arm(port)
-            port.queue.append(message)
+        port.queue.append(message)
+        if started is None:
             port.waiting_bytes += charged_bytes
-        else:
-            self._start(port, message)
+        if not port.armed:
+            self._arm(port)
+
+    def send_burst(
+        self,
+        *,
+        source: int,
+        plane: Plane,
+        operation: Operation,
+        kind: int,
+        head: bytes,
+        items: Sequence[bursts.Item],
+        lost: Callable[[list[int]], None] | None = None,
+        started: Started | None = None,
+    ) -> None:
+        """Queue messages of one of our devices, which leave back to back in the order of ``items``,
+        each (target device, charged bytes, data). Their targets' processes get ``Bundle``s with
+        ``head``. ``lost`` is told the indices that rules dropped, slice by slice at their start;
+        ``started``, when the last has left, whether all passed. See ``send`` for the rest."""
+        if not items:
+            return
+        burst = bursts.Burst(
+            source=source,
+            plane=plane,
+            operation=operation,
+            kind=kind,
+            head=head,
+            items=items,
+            lost=lost,
+            started=started,
+        )
+        port = self._egress_port(plane, source)
+        port.queue.append(burst)
+        if started is None:
+            port.waiting_bytes += burst.charged_bytes
+        if not port.armed:
+            self._arm(port)
 
     def signal(self, route: Route, kind: int, *, delay_ps: int, body: bytes = b"") -> None:
         """A message of no bytes that passes no port: known at the target ``delay_ps`` from now.
@@ -151,9 +191,9 @@ class Fabric:
         For completions, whose cost is part of the measured latency. Rules can drop it.
         """
         assert delay_ps >= route.path.propagation_ps, "a signal is not faster than its path"
-        outcome = self._judge(route)
+        outcome = self.judge(route)
         if outcome.drop:
-            self._dropped(route, kind)
+            self.dropped(route, kind)
             return
         at_ps = self.loop.now_ps + delay_ps + outcome.delay_ps
         self._emit(route, kind, frames.FLAG_SIGNAL, (at_ps, at_ps), body, b"", 0, 1)
@@ -169,35 +209,51 @@ class Fabric:
     # --- egress -----------------------------------------------------------------------------------
 
     def _arm(self, port: EgressPort) -> None:
-        self.loop.agenda.add_port(port.server.free_ps, port.port_id, self._start_next, port)
+        port.armed = True
+        at_ps = max(port.server.free_ps, self.loop.now_ps)
+        self.loop.agenda.add_port(at_ps, port.port_id, self._start_next, port)
 
     def _start_next(self, port: EgressPort) -> None:
         message = port.queue.popleft()
-        port.waiting_bytes -= message.charged_bytes
-        self._start(port, message)
+        if message.started is None:
+            port.waiting_bytes -= message.charged_bytes
+        if type(message) is Outgoing:
+            self._start(port, message)
+        elif not bursts.start_slice(self, port, message):
+            port.queue.append(message)
+            if message.started is None:
+                port.waiting_bytes += message.charged_bytes
+        port.armed = False
         if port.queue:
             self._arm(port)
-        while port.waiters and _fits(port, port.waiters[0][0]):
-            _, future = port.waiters.popleft()
-            if not future.done():
-                future.set_result(None)
+        if port.waiters:
+            _wake(port)
 
     def _start(self, port: EgressPort, message: Outgoing) -> None:
         route = message.route
         rate_bps = message.rate_bps
-        outcome = self._judge(route)
+        if route.failures > message.fence:
+            self.dropped(route, message.kind)
+            if message.started is not None:
+                message.started(False)
+            return
+        outcome = self.judge(route)
         if outcome.rate_num != outcome.rate_den:
             rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
         now_ps = self.loop.now_ps
         finish_ps = port.server.serve(now_ps, message.charged_bytes, rate_bps)
         if outcome.drop:
-            self._dropped(route, message.kind)
+            route.failures += 1
+            self.dropped(route, message.kind)
         else:
             delay_ps = route.path.propagation_ps + outcome.delay_ps
+            if message.fence != NO_FENCE:
+                delay_ps = max(delay_ps, route.first_ps - now_ps)
+            route.first_ps = max(route.first_ps, now_ps + delay_ps)
             times_ps = (now_ps + delay_ps, finish_ps + delay_ps)
             payload, flags = message.payload, 0
             if outcome.corrupt:
-                payload, flags = _flip_a_bit(payload), frames.FLAG_CORRUPT
+                payload, flags = flip_a_bit(payload), frames.FLAG_CORRUPT
             for _ in range(outcome.copies):
                 self._emit(
                     route,
@@ -209,38 +265,44 @@ class Fabric:
                     message.charged_bytes,
                     rate_bps,
                 )
+                flags |= frames.FLAG_COPY
         if message.started is not None:
             message.started(not outcome.drop)
 
-    def _judge(self, route: Route) -> Outcome:
+    def judge(self, route: Route) -> Outcome:
         now_ps = self.loop.now_ps
         if self.rules.idle(now_ps):
             return _PASS
         outcome = self.rules.judge(route.facts, now_ps)
-        tries = self._link_tries.get(route.plane, 1)
-        if outcome.drop and tries > 1:
-            return self._retry(route, outcome, tries)
+        if route.plane == Plane.UB and (outcome.drop or outcome.corrupt):
+            return self._retry(route, outcome)
         return outcome
 
-    def _retry(self, route: Route, outcome: Outcome, tries: int) -> Outcome:
-        """UB's link retry counts as delay between egress and ingress (design 2.3)."""
+    def _retry(self, route: Route, outcome: Outcome) -> Outcome:
+        """UB's link retry counts as delay between egress and ingress (design 2.3). The link sees by
+        its checksum that a frame is corrupt, so that is one more try as well."""
         spent_ps = 0
-        for _ in range(tries - 1):
+        for _ in range(self.machine.ub_retry.tries - 1):
             spent_ps += self.machine.ub_retry.delay_ps
             outcome = self.rules.judge(route.facts, self.loop.now_ps)
-            if not outcome.drop:
+            if not (outcome.drop or outcome.corrupt):
                 return msgspec.structs.replace(outcome, delay_ps=outcome.delay_ps + spent_ps)
-        return outcome
+        return msgspec.structs.replace(outcome, drop=True)
 
-    def _dropped(self, route: Route, kind: int) -> None:
+    def dropped(self, route: Route, kind: int) -> None:
         self.statistics_of[route.plane].dropped += 1
         self.digest.drop(
-            self.loop.now_ps, route.source, route.target, self._next_sequence(route.source), kind
+            self.loop.now_ps, route.source, route.target, self.next_sequence(route.source), kind
         )
 
-    def _next_sequence(self, source: int) -> int:
-        sequence = self._sequences.get(source, self._sequence_base) + 1
-        self._sequences[source] = sequence
+    def last_sequence(self, source: int) -> int:
+        """The number of the last message of one of our devices."""
+        return self.sequences.get(source, self._sequence_base)
+
+    def next_sequence(self, source: int) -> int:
+        """A number for a message of one of our devices."""
+        sequence = self.sequences.get(source, self._sequence_base) + 1
+        self.sequences[source] = sequence
         return sequence
 
     def _emit(
@@ -255,7 +317,7 @@ class Fabric:
         rate_bps: int,
     ) -> None:
         source, plane = route.source, route.plane
-        sequence = self._next_sequence(source)
+        sequence = self.next_sequence(source)
         header = (
             len(body),
             len(payload),
@@ -280,14 +342,18 @@ class Fabric:
             statistics.frames_in_node += 1
             self._accept(Arrival(header, body, payload))
             return
+        self.count_send(peer, times_ps[1])
+        self.carry(peer, plane, frames.HEADER.pack(*header), body, payload)
+
+    def count_send(self, peer: int, at_ps: int) -> None:
+        """A frame leaves for another process, where nothing comes of it before ``at_ps``."""
         sends = self.sends.get(peer)
         if sends is None:
-            self.sends[peer] = [1, times_ps[1]]
+            self.sends[peer] = [1, at_ps]
         else:
             sends[0] += 1
-            if times_ps[1] < sends[1]:
-                sends[1] = times_ps[1]
-        self._carry(peer, plane, frames.HEADER.pack(*header), body, payload)
+            if at_ps < sends[1]:
+                sends[1] = at_ps
 
     def take_sends(self) -> list[tuple[int, int, int]]:
         """What left for other processes since the last call: (peer, frames, earliest delivery)."""
@@ -299,28 +365,39 @@ class Fabric:
 
     def receive(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
         """A frame of another process was read. Raises FrameError or CausalityError."""
-        arrival = Arrival(header, body, payload)
-        if not 0 <= arrival.target < self._devices_count or (
-            self._process_of[arrival.target] != self.process
-        ):
-            raise FrameError(f"a frame for device {arrival.target}, which is not here")
-        if arrival.first_ps < self.ran_to_ps:
+        source, target, first_ps = header[7], header[8], header[10]
+        if not self.is_here(target):
+            raise FrameError(f"a frame for device {target}, which is not here")
+        if source >= self._devices_count or header[4] >= len(Plane):
+            raise FrameError(f"a frame of device {source} on plane {header[4]}, which is nowhere")
+        if first_ps < self.ran_to_ps:
             raise CausalityError(
-                f"a frame of {self.machine.devices[arrival.source].name} would arrive at "
-                f"{format_ps(arrival.first_ps)}, but its receiver ran to {format_ps(self.ran_to_ps)}"
+                f"a frame of {self.machine.devices[source].name} would arrive at "
+                f"{format_ps(first_ps)}, but its receiver ran to {format_ps(self.ran_to_ps)}"
             )
-        self._accept(arrival)
+        if header[5] & frames.FLAG_BUNDLE:
+            bursts.receive(self, header, body, payload)
+        else:
+            self._accept(Arrival(header, body, payload))
+
+    def is_here(self, device: int) -> bool:
+        """It is one of our devices."""
+        return device < self._devices_count and self._process_of[device] == self.process
+
+    def ingress_port(self, plane: int, device: int) -> IngressPort:
+        """The ingress of one of our devices."""
+        key = plane * self._devices_count + device
+        port = self._ingress.get(key)
+        if port is None:
+            port = self._ingress[key] = IngressPort()
+        return port
 
     def _accept(self, arrival: Arrival) -> None:
         at_ps = arrival.last_ps
         if arrival.flags & frames.FLAG_SIGNAL:
             arrival.delivered_ps = at_ps
         else:
-            key = arrival.plane * self._devices_count + arrival.target
-            port = self._ingress.get(key)
-            if port is None:
-                port = self._ingress[key] = IngressPort()
-            heapq.heappush(port.arrivals, arrival)
+            self.ingress_port(arrival.plane, arrival.target).add(arrival)
         self.loop.agenda.add_delivery(
             at_ps, arrival.source, arrival.sequence, self._deliver, arrival
         )
@@ -328,7 +405,7 @@ class Fabric:
     def _deliver(self, arrival: Arrival) -> None:
         now_ps = self.loop.now_ps
         if arrival.delivered_ps < 0:
-            _settle(self._ingress[arrival.plane * self._devices_count + arrival.target], now_ps)
+            self.ingress_port(arrival.plane, arrival.target).settle(now_ps)
         if arrival.delivered_ps > now_ps:
             self.loop.agenda.add_delivery(
                 arrival.delivered_ps, arrival.source, arrival.sequence, self._deliver, arrival
@@ -342,24 +419,29 @@ class Fabric:
             arrival.kind,
             arrival.charged_bytes,
         )
-        handler = self._handlers.get(arrival.kind)
+        self.handler(arrival.kind)(arrival)
+
+    def deliver_bundle(self, arriving: Any) -> None:
+        """The event of a bundle, see ``bursts``."""
+        bursts.deliver(self, arriving)
+
+    def handler(self, kind: int) -> Callable[[Any], None]:
+        """Who takes messages of this kind. Raises FrameError."""
+        handler = self._handlers.get(kind)
         if handler is None:
-            raise FrameError(f"nobody here knows messages of kind {arrival.kind}")
-        handler(arrival)
+            raise FrameError(f"nobody here knows messages of kind {kind}")
+        return handler
 
     def forget(self, peer: int, window: int) -> None:
         """A peer died: its frames of this window and later never happened (design 1.8)."""
-        for port in self._ingress.values():
-            kept = [a for a in port.arrivals if not self._is_of(a, peer, window)]
-            if len(kept) < len(port.arrivals):
-                port.arrivals[:] = kept
-                heapq.heapify(port.arrivals)
-        self.loop.agenda.discard(
-            lambda event: isinstance(event[5], Arrival) and self._is_of(event[5], peer, window)
-        )
 
-    def _is_of(self, arrival: Arrival, peer: int, window: int) -> bool:
-        return arrival.window >= window and self._process_of[arrival.source] == peer
+        def unwanted(item: Any) -> bool:
+            return bool(item.window >= window and self._process_of[item.source] == peer)
+
+        for port in self._ingress.values():
+            port.discard(unwanted)
+        arriving = (self._deliver, self.deliver_bundle)
+        self.loop.agenda.discard(lambda event: event[4] in arriving and unwanted(event[5]))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by plane name."""
@@ -374,18 +456,14 @@ def _fits(port: EgressPort, charged_bytes: int) -> bool:
     return waiting_bytes == 0 or waiting_bytes + charged_bytes <= port.queue_bytes_max
 
 
-def _flip_a_bit(payload: Payload) -> Payload:
-    if not payload:
-        return payload
-    flipped = bytearray(payload)
-    flipped[len(flipped) // 2] ^= 1
-    return flipped
-
-
-def _settle(port: IngressPort, now_ps: int) -> None:
-    arrivals, server = port.arrivals, port.server
-    while arrivals and arrivals[0].first_ps <= now_ps:
-        arrival = heapq.heappop(arrivals)
-        arrival.delivered_ps = server.receive(
-            arrival.first_ps, arrival.last_ps, arrival.charged_bytes, arrival.rate_bps
-        )
+def _wake(port: EgressPort) -> None:
+    """Wake who waits for room, first come first served, as many as fit together."""
+    waiting_bytes = port.waiting_bytes
+    while port.waiters:
+        charged_bytes, future = port.waiters[0]
+        if waiting_bytes and waiting_bytes + charged_bytes > port.queue_bytes_max:
+            return
+        port.waiters.popleft()
+        if not future.done():
+            waiting_bytes += charged_bytes
+            future.set_result(None)

@@ -1,13 +1,16 @@
 """Messages on their way and the ports that they wait in: the records of the fabric.
 
-Owns their shape only; what happens to them is in ``cmnet.fabric``.
+Owns their shape and the settling of an ingress; what happens to them is in ``cmnet.fabric`` and
+``cmnet.bursts``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from cmnet.link.port import Server
 from cmnet.link.reach import FrameFacts
@@ -57,42 +60,116 @@ class Arrival:
         self.payload = payload
         self.delivered_ps = -1
 
-    def __lt__(self, other: Arrival) -> bool:
-        return (self.first_ps, self.source, self.sequence) < (
-            other.first_ps,
-            other.source,
-            other.sequence,
-        )
+
+Row = tuple[int, int, int, int, int, int, int]
+"""One message of a bundle: first byte, last byte, charged bytes, ingress rate, target, data bytes,
+sequence."""
+
+
+class Part:
+    """One message of a bundle on its way to a device of this process."""
+
+    __slots__ = (
+        "charged_bytes",
+        "data",
+        "delivered_ps",
+        "first_ps",
+        "last_ps",
+        "port",
+        "rate_bps",
+        "sequence",
+        "source",
+        "target",
+        "window",
+    )
+
+    def __init__(
+        self, row: Row, source: int, window: int, data: Payload, port: IngressPort
+    ) -> None:
+        (
+            self.first_ps,
+            self.last_ps,
+            self.charged_bytes,
+            self.rate_bps,
+            self.target,
+            _,
+            self.sequence,
+        ) = row
+        self.source = source
+        self.window = window
+        self.data = data
+        self.port = port
+        self.delivered_ps = -1
 
 
 class EgressPort:
     """What waits to leave one device on one plane."""
 
-    __slots__ = ("port_id", "queue", "queue_bytes_max", "server", "waiters", "waiting_bytes")
+    __slots__ = (
+        "armed",
+        "port_id",
+        "queue",
+        "queue_bytes_max",
+        "server",
+        "waiters",
+        "waiting_bytes",
+    )
 
     def __init__(self, port_id: int, queue_bytes_max: int) -> None:
         self.port_id = port_id
         self.queue_bytes_max = queue_bytes_max
+        self.armed = False
         self.server = Server()
-        self.queue: deque[Outgoing] = deque()
+        self.queue: deque[Any] = deque()
+        """``Outgoing`` or ``Burst``, first come first served."""
         self.waiting_bytes = 0
         self.waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
 
 class IngressPort:
-    """What is arriving at one device on one plane, unsettled."""
+    """What is arriving at one device on one plane, unsettled: a heap by (first byte, source, sequence)."""
 
     __slots__ = ("arrivals", "server")
 
     def __init__(self) -> None:
         self.server = Server()
-        self.arrivals: list[Arrival] = []
+        self.arrivals: list[tuple[int, int, int, Arrival | Part]] = []
+
+    def add(self, arrival: Arrival | Part) -> None:
+        """Something is on its way to this port."""
+        heapq.heappush(self.arrivals, (arrival.first_ps, arrival.source, arrival.sequence, arrival))
+
+    def settle(self, now_ps: int) -> None:
+        """Fix the delivery of all whose first byte is in; none of those can still be unknown."""
+        arrivals, receive = self.arrivals, self.server.receive
+        while arrivals and arrivals[0][0] <= now_ps:
+            arrival = heapq.heappop(arrivals)[3]
+            arrival.delivered_ps = receive(
+                arrival.first_ps, arrival.last_ps, arrival.charged_bytes, arrival.rate_bps
+            )
+
+    def discard(self, unwanted: Callable[[Arrival | Part], bool]) -> None:
+        """Forget every arrival that matches."""
+        kept = [entry for entry in self.arrivals if not unwanted(entry[3])]
+        if len(kept) < len(self.arrivals):
+            self.arrivals[:] = kept
+            heapq.heapify(self.arrivals)
 
 
 class Route:
     """Everything fixed about messages of one kind of operation between two devices."""
 
-    __slots__ = ("egress", "facts", "path", "peer", "plane", "source", "target")
+    __slots__ = (
+        "egress",
+        "facts",
+        "failures",
+        "first_ps",
+        "path",
+        "peer",
+        "plane",
+        "source",
+        "target",
+    )
 
     def __init__(
         self, *, facts: FrameFacts, path: Path, egress: EgressPort, peer: int | None
@@ -105,7 +182,15 @@ class Route:
         self.egress = egress
         self.peer = peer
         """The process of the target; None if it is this one."""
+        self.first_ps = 0
+        """The latest first byte of all that left."""
+        self.failures = 0
+        """Messages that a rule dropped at their egress."""
 
+
+NO_FENCE = 1 << 62
+ORDERED = NO_FENCE - 1
+"""A fence that orders and never withdraws."""
 
 Started = Callable[[bool], None]
 """Called when a message's egress has started; False if a rule dropped it there."""
@@ -114,7 +199,16 @@ Started = Callable[[bool], None]
 class Outgoing:
     """One message that waits in an egress port."""
 
-    __slots__ = ("body", "charged_bytes", "kind", "payload", "rate_bps", "route", "started")
+    __slots__ = (
+        "body",
+        "charged_bytes",
+        "fence",
+        "kind",
+        "payload",
+        "rate_bps",
+        "route",
+        "started",
+    )
 
     def __init__(
         self,
@@ -125,6 +219,7 @@ class Outgoing:
         charged_bytes: int,
         rate_bps: int,
         started: Started | None,
+        fence: int,
     ) -> None:
         self.route = route
         self.kind = kind
@@ -133,6 +228,7 @@ class Outgoing:
         self.charged_bytes = charged_bytes
         self.rate_bps = rate_bps
         self.started = started
+        self.fence = fence
 
 
 class PlaneStatistics:
@@ -147,3 +243,12 @@ class PlaneStatistics:
     def as_dict(self) -> dict[str, int]:
         """Name to count, JSON-able."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def flip_a_bit(payload: Payload) -> Payload:
+    """What a rule of kind corrupt makes of what a frame carries."""
+    if not payload:
+        return payload
+    flipped = bytearray(payload)
+    flipped[len(flipped) // 2] ^= 1
+    return flipped

@@ -43,6 +43,7 @@ class _LocalAgent:
             rules=machine.make_rules(process),
             carry=machine.carry,
         )
+        self.fabric.window = 1
 
     @property
     def finished_at_ps(self) -> int:
@@ -133,7 +134,7 @@ class LocalMachine:
             outstanding = sum(c._agent.outstanding for c in self.contexts)
             if outstanding:
                 raise
-        return fold((c.name, c.fabric.digest.value()) for c in self.contexts)
+        return fold((f"{c.name}.0", c.fabric.digest.value()) for c in self.contexts)
 
     async def _one(self, program: agent.Program, context: agent.Context) -> None:
         await program(context)

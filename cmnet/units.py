@@ -17,13 +17,14 @@ in its unit. Decimal arithmetic is exact: a text that is no whole number of the 
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import Decimal, localcontext
 
 PS_PER_S = 10**12
 NEVER_PS = 2**63 - 1
 """No event: later than any instant of a run (int64 picoseconds hold 106 days)."""
 
-_NUMBER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_NUMBER = re.compile(r"\s*([+-]?\d{1,19}(?:\.\d{1,19})?(?:[eE][+-]?\d{1,2})?)\s*([A-Za-z/]*)\s*")
+"""Few enough digits for an exact product below."""
 _DURATIONS = {"ps": 1, "ns": 10**3, "us": 10**6, "ms": 10**9, "s": 10**12, "min": 60 * 10**12}
 _DURATIONS["h"] = 3600 * 10**12
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -39,7 +40,9 @@ def _parse(text: str, factors: dict[str, int], what: str) -> int:
     if match is None or match[2] not in factors:
         units = ", ".join(factors)
         raise ValueError(f"a {what} with a unit of {units}, such as {example[what]!r}")
-    value = Decimal(match[1]) * factors[match[2]]
+    with localcontext() as exact:
+        exact.prec = 160
+        value = Decimal(match[1]) * factors[match[2]]
     if value < 0:
         raise ValueError(f"a {what} that is not negative")
     if value != value.to_integral_value():

@@ -10,13 +10,13 @@ entry says (fault.py) nor how faults are brought about. A plan file is a list:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
 from typing import Any
 
 import msgspec
 
 from cmnet.chaos import entries, fault, target
 from cmnet.errors import InputError
+from cmnet.link import effects
 from cmnet.link.rules import CLOUDMATRIX, Rule, Switches
 
 
@@ -48,15 +48,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for a run's record: texts, integers, lists, mappings; nothing is rounded."""
-        data: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        data: dict[str, Any] = msgspec.to_builtins(self, enc_hook=effects.enc_hook)
         return data
 
     @staticmethod
     def from_data(data: object, *, file: str = "record") -> Plan:
         """The plan of ``to_data``. Raises InputError that names ``file``."""
         try:
-            return msgspec.convert(data, Plan, dec_hook=_fraction_of)
-        except msgspec.ValidationError as error:
+            return msgspec.convert(data, Plan, dec_hook=effects.dec_hook)
+        except (msgspec.ValidationError, InputError) as error:
             problem = str(error)
         raise InputError(file=file, key="plan", value=problem, expected="a recorded plan")
 
@@ -88,9 +88,3 @@ def parse(
             right = error.expected
             raise InputError(file=file, key=key, value=error.value, expected=right) from None
     return Plan(faults=tuple(faults), file=file, text=text)
-
-
-def _fraction_of(kind: type, text: Any) -> Fraction:
-    if kind is not Fraction or not isinstance(text, str):
-        raise ValueError(f"a text such as '1/20', not {text!r}")
-    return Fraction(text)

@@ -300,7 +300,8 @@ class Agent:
             self._ran = True
             self.fabric.ran_to_ps = gate.horizon_ps
             self.mesh.flush()
-        if self.mesh.flushed() and not (self._barrier and not self.loop.threads_done()):
+        threads_done = self.loop.threads_done if self._barrier else self.loop.disk_done
+        if self.mesh.flushed() and threads_done():
             self._granted = False
             self._report()
 

@@ -7,6 +7,8 @@ Told what to do over one SEQPACKET socket; its end is the run's end.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import msgspec
 
 from cmnet.launch import agent, deathsig
+from cmnet.link import effects
 from cmnet.topology.machine import Machine
 from cmnet.wire import mesh
 
@@ -32,12 +35,13 @@ class Zygote:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES_MAX)
         supervisor = os.getpid()
+        inherited = _open_descriptors()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            ours.close()
-            _live(machine, program, socket_folder, theirs, supervisor)
+            del inherited[theirs.fileno()]
+            _live(machine, program, socket_folder, theirs, supervisor, inherited)
         theirs.close()
         self._socket = ours
 
@@ -50,7 +54,7 @@ class Zygote:
         self, assignments: list[agent.Assignment], controls: list[socket.socket]
     ) -> dict[int, int]:
         """Fork processes; each gets its end of a control socket. Returns pid by process index."""
-        shared = msgspec.to_builtins(assignments[0]) | {"what": "fork"}
+        shared = msgspec.to_builtins(assignments[0], enc_hook=effects.enc_hook) | {"what": "fork"}
         shared["token"] = assignments[0].token.hex()
         shared["processes"] = [assignment.process for assignment in assignments]
         fds = [control.fileno() for control in controls]
@@ -79,15 +83,17 @@ def _live(
     socket_folder: str,
     orders: socket.socket,
     supervisor: int,
+    inherited: dict[int, str],
 ) -> None:
     """The zygote's life; never returns."""
     status = 1
+    gc.freeze()  # what an earlier run left would close, when collected, descriptors that are ours now
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         deathsig.die_with_parent(supervisor, signal.SIGTERM)
-        _close_others(orders)
+        _close(inherited)
         _obey(machine, program, socket_folder, orders)
         status = 0
     except SystemExit:
@@ -99,9 +105,21 @@ def _live(
         os._exit(status)
 
 
-def _close_others(orders: socket.socket) -> None:
-    os.closerange(3, orders.fileno())
-    os.closerange(orders.fileno() + 1, 4096)
+def _open_descriptors() -> dict[int, str]:
+    """What this process has open beside its standard streams: descriptor to what it is."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return {fd: target for fd, target in found.items() if fd > 2}
+
+
+def _close(inherited: dict[int, str]) -> None:
+    """Close what the supervisor had open. What libuv's fork handler opened in its place stays:
+    libuv closes it by number in every further child, whatever that number is by then."""
+    for fd, target in _open_descriptors().items():
+        if inherited.get(fd) == target:
+            os.close(fd)
 
 
 def _obey(
@@ -155,7 +173,8 @@ def _fork_all(
                 if other != process:
                     for listener in pair:
                         listener.close()
-            _become(machine, program, order | {"process": process}, fd, listeners[process], zygote)
+            mine = order | {"process": process}
+            _become(machine, program, mine, fd, listeners[process], zygote)
         pids.append(pid)
     return pids
 
@@ -175,7 +194,7 @@ def _become(
         deathsig.die_with_parent(zygote)
         order.pop("what")
         order.pop("processes")
-        assignment = msgspec.convert(order, agent.Assignment)
+        assignment = msgspec.convert(order, agent.Assignment, dec_hook=effects.dec_hook)
         name = machine.processes[assignment.process].name
         agent.prepare_process(assignment.run_folder, f"{name}.{assignment.incarnation}")
         agent.Agent(

@@ -159,3 +159,20 @@ Effect = (
     | SubplaneDown
     | L2Down
 )
+
+
+def enc_hook(value: object) -> str:
+    """For msgspec: a Fraction as exact text. Raises TypeError for any other type."""
+    if type(value) is not Fraction:
+        raise TypeError(f"no plain form of {value!r}")
+    return str(value)
+
+
+def dec_hook(kind: type, text: object) -> Fraction:
+    """For msgspec: the Fraction of ``enc_hook``'s text. Raises ValueError for any other value."""
+    if kind is not Fraction or not isinstance(text, str):
+        raise ValueError(f"expected a text such as '1/20', not {text!r}")
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        raise ValueError(f"expected a text such as '1/20', not {text!r}") from None

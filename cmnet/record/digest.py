@@ -8,7 +8,7 @@ at any scale and on any host. A journal, when there is one, gets the same events
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
@@ -36,6 +36,20 @@ class Digest:
         self._update(self._pack(1, at_ps, source, target, sequence, kind, charged_bytes))
         if self._write is not None:
             self._write(f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n")
+
+    def deliveries(
+        self, source: int, kind: int, messages: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        """Many at once of one source and kind: (at_ps, sequence, target, charged bytes) in order."""
+        pack = self._pack
+        self._update(
+            b"".join([pack(1, at, source, target, n, kind, c) for at, n, target, c in messages])
+        )
+        if self._write is not None:
+            for at_ps, sequence, target, charged_bytes in messages:
+                self._write(
+                    f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n"
+                )
 
     def drop(self, at_ps: int, source: int, target: int, sequence: int, kind: int) -> None:
         """A rule dropped a message at its egress."""

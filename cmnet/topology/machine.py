@@ -129,6 +129,7 @@ class Machine:
         self.roles = roles.resolve(self.topology.roles, names)
         self.processes = self._make_processes(names)
         self.devices = self._make_devices()
+        self._vpc_ports = [device.device_id for device in self.devices if device.kind == "node"]
         self._by_name = {device.name: device for device in self.devices}
 
     def _make_processes(self, names: list[str]) -> tuple[Process, ...]:
@@ -246,12 +247,7 @@ class Machine:
 
     def vpc_port(self, process: int) -> int:
         """Device id of a process's port on the VPC plane."""
-        nodes = min(process, self.nodes_count)
-        return (
-            nodes * self._devices_per_node
-            + (process - nodes)
-            + (self._devices_per_node - 1 if process < self.nodes_count else 0)
-        )
+        return self._vpc_ports[process]
 
     def path(self, *, plane: Plane, operation: Operation, source: int, target: int) -> Path:
         """The path between two devices. Raises InputError if the plane does not join them.

@@ -97,6 +97,7 @@ class VirtualLoop(uvloop.Loop):
         self._pumping = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._holds: dict[Hold, None] = {}
+        self._disk_holds: list[Hold] = []
         self._failure: BaseException | None = None
         self._cancelled_timers = 0
         self.resume: Callable[[], None] = self._pump
@@ -208,17 +209,22 @@ class VirtualLoop(uvloop.Loop):
         *args: Any,
         duration_ps: int = 0,
         executor: concurrent.futures.Executor | None = None,
+        on_disk: bool = False,
     ) -> asyncio.Future[T]:
         """Run ``func`` on a thread; its future is set ``duration_ps`` from now.
 
         The clock may reach that instant but not pass it until the thread is done; cancelling the
-        future does not end the hold. Jobs of one instant finish in order of submission.
+        future does not end the hold. Jobs of one instant finish in order of submission. ``on_disk``:
+        it leaves something that outlives the process, so the window is not reported before it is
+        done (a crash later then finds what a planned kill at that instant would find).
         """
         if executor is None:
             executor = self._own_threads()
         hold = Hold(self)
         self._holds[hold] = None
         hold.thread = executor.submit(_run_held, hold, func, args)
+        if on_disk:
+            self._disk_holds.append(hold)
         self.agenda.add_timer(self.now_ps + duration_ps, _end_hold, hold)
         if self._self_granted and not self._pumping:
             self._arm_pump()
@@ -241,6 +247,17 @@ class VirtualLoop(uvloop.Loop):
             if not hold.thread.done():
                 hold.thread.add_done_callback(self._wake)
                 return False
+        return True
+
+    def disk_done(self) -> bool:
+        """No ``on_disk`` job runs. False: ``resume`` is called when one has ended."""
+        while self._disk_holds:
+            thread = self._disk_holds[-1].thread
+            assert thread is not None
+            if not thread.done():
+                thread.add_done_callback(self._wake)
+                return False
+            self._disk_holds.pop()
         return True
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:

@@ -28,6 +28,10 @@ FLAG_CORRUPT = 1
 """A rule flipped a bit of what this frame carries."""
 FLAG_SIGNAL = 2
 """The message passes no port: it is known at its first byte's instant."""
+FLAG_COPY = 4
+"""A rule doubled the frame and this is the second; planes that number their frames refuse it."""
+FLAG_BUNDLE = 8
+"""Many messages of one source, see ``cmnet.bursts``; their count is where the rate else is."""
 
 
 def hello(*, plane: int, process: int, incarnation: int, token: bytes) -> bytes:

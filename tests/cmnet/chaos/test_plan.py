@@ -465,8 +465,18 @@ def test_a_record_holds_any_number_exactly(probability: Fraction, start_ps: int)
                 }
             ]
         },
+        {
+            "faults": [
+                {
+                    "type": "rule",
+                    "rule_id": "a",
+                    "owner": "b",
+                    "effect": {"kind": "loss", "probability": "1/0"},
+                }
+            ]
+        },
     ],
 )
 def test_a_spoilt_record_is_refused(data: object) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"^record\.json: plan: "):
         plan.Plan.from_data(data, file="record.json")

@@ -122,6 +122,19 @@ def test_the_first_drop_ends_it() -> None:
     assert drops(cut, 20, now_ps=50) == drops(table(rule(loss(HALF), "b")), 20)
 
 
+def test_a_lost_frame_is_nothing_but_lost() -> None:
+    """What rules before the drop decided has no meaning any more and is not shown."""
+    rules = table(
+        rule(delay(MS), "a"),
+        rule(effects.Corrupt(probability=Fraction(1)), "b"),
+        rule(effects.Duplicate(probability=Fraction(1)), "c"),
+        rule(effects.Partition(), "d"),
+    )
+    outcome = rules.judge(FACTS, 0)
+    assert (outcome.drop, outcome.dropped_by) == (True, "d")
+    assert (outcome.delay_ps, outcome.corrupt, outcome.copies) == (0, False, 0)
+
+
 def test_a_lost_frame_leaves_at_the_rate_of_its_port() -> None:
     """The rate is the port's: the order of a loss and a rate rule cannot change when others go."""
     for rules in (
@@ -158,6 +171,29 @@ def test_corrupt_and_duplicate_with_probability_zero_and_one() -> None:
         assert {(one.corrupt, one.copies, one.drop) for one in outcomes} == {
             (corrupt, copies, False)
         }
+
+
+class Extreme:
+    """A stream that always gives the least, or the greatest, number there is."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def u64(self) -> int:
+        return self.number
+
+    def below(self, count: int) -> int:
+        return self.number * count >> 64
+
+
+@pytest.mark.parametrize("number", [0, 2**64 - 1])
+@pytest.mark.parametrize("probability", [0, 1])
+def test_no_number_that_a_stream_can_give_changes_zero_and_one(
+    number: int, probability: int
+) -> None:
+    rules = Rules(lambda _: Extreme(number))
+    rules.add(rule(loss(probability)))
+    assert rules.judge(FACTS, 0).drop == bool(probability)
 
 
 @pytest.mark.parametrize("probability", [Fraction(1, 20), HALF, Fraction(9, 10)])
@@ -509,5 +545,5 @@ def test_a_rule_is_plain_data() -> None:
     """Rules go into a run's record and come back the same."""
     for effect in ALL_EFFECTS:
         one = rule(effect, where=Where(plane=1, one=NODE_3, both_ways=True), start_ps=3)
-        data = msgspec.json.encode(one, enc_hook=str)
-        assert msgspec.json.decode(data, type=Rule, dec_hook=lambda kind, text: kind(text)) == one
+        data = msgspec.json.encode(one, enc_hook=effects.enc_hook)
+        assert msgspec.json.decode(data, type=Rule, dec_hook=effects.dec_hook) == one

@@ -155,6 +155,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"roles.decode": ["node02.."]}, "roles.decode[0]", "a node of node00 to node03, or a span"),
     ({"roles.ems": ["node00..node03", "node01"]}, "roles.ems[1]", "(node 1 is in roles.ems[0])"),
     ({"roles.prefill": [["node00"], []]}, "roles.prefill[1]", "as many nodes as the first"),
+    ({"roles.prefill": [[]]}, "roles.prefill[0]", "at least one"),
     (
         {"roles.prefill": [["node00"], ["node00"]]},
         "roles.prefill[1][0]",
@@ -319,3 +320,13 @@ def test_a_preset_s_error_names_the_preset(tmp_path: Any) -> None:
     with pytest.raises(InputError) as caught:
         load.load(str(preset))
     assert (caught.value.file, caught.value.key) == (str(preset), "planes.ub.chunk.kind")
+
+
+class Careless(msgspec.Struct, frozen=True):
+    layers: int = 2
+
+
+def test_a_struct_that_would_ignore_slips_is_a_bug() -> None:
+    """An extension without forbid_unknown_fields would let a mistyped key pass in silence."""
+    with pytest.raises(AssertionError, match="Careless would ignore slips"):
+        load.load(str(TOPOLOGIES / "pair.yaml"), extensions={"model": Careless})

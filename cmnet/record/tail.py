@@ -1,0 +1,45 @@
+"""Reading a file of lines while another process writes it.
+
+Owns the wait for more. Wall time, so for checkers beside a run, never for a node of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+POLL_S = 0.05
+
+
+def follow(path: Path, *, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[bytes]:
+    """Whole lines of a file as they come, without their newline.
+
+    Goes on until ``ended`` has said that nothing more will be written and all was read. A last line
+    without newline was not finished and is left out. The file need not exist yet.
+    """
+    offset = 0
+    while True:
+        last = ended()
+        data = _from(path, offset)
+        whole = data.rfind(b"\n") + 1
+        offset += whole
+        yield from data[:whole].splitlines()
+        if last:
+            return
+        if not whole:
+            time.sleep(poll_s)
+
+
+def wall_s() -> float:
+    """Seconds of a clock that all processes of this host share."""
+    return time.perf_counter()
+
+
+def _from(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,1 @@
+"""Mixture of experts between nodes: placement of experts, dispatch and combine."""

@@ -1,0 +1,357 @@
+"""Decode on one node: its ranks' sequences, its experts, one step after the other.
+
+Owns the sequences (KV rows, last token) of this node's ranks, and both sides of the exchange. Does not
+own when a step is done (``leader``) nor who lives (the gateway's epochs). A step changes a sequence
+only at its end, so a step that is given up is simply done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cmnet.errors import OperationError
+from cmnet.launch.agent import Context
+from cmnet.topology.machine import Plane
+from nodes.model.body import Array, Body
+from nodes.moe.exchange import Exchange, Key, Rows, Touch
+from nodes.moe.placement import ExpertPlacement, place
+from nodes.post import Post
+from nodes.serving import messages
+from nodes.serving.cost import DecodeCost, Load
+from nodes.serving.job import Job
+
+
+class Sequence:
+    """One request being decoded. ``rows`` is [carried layers, room], of which ``length`` are used."""
+
+    __slots__ = (
+        "attempt",
+        "kv_tokens",
+        "length",
+        "produced",
+        "rank",
+        "request",
+        "rows",
+        "share",
+        "token",
+        "total",
+    )
+
+    def __init__(self, message: messages.Rows, rows: Array) -> None:
+        self.request = message.request
+        self.attempt = message.attempt
+        self.rank = message.rank
+        self.kv_tokens = message.input_tokens
+        self.token = message.token
+        self.produced = 1
+        self.total = message.output_tokens
+        self.length = message.rows
+        self.share = message.share
+        room = message.rows + message.output_tokens
+        self.rows = np.zeros((rows.shape[0], room), dtype=rows.dtype)
+        self.rows[:, : message.rows] = rows
+
+
+class DecodeNode:
+    """The decode ranks of one node."""
+
+    def __init__(self, context: Context, post: Post, job: Job, body: Body, touch: Touch) -> None:
+        machine = context.machine
+        self._context = context
+        self._loop = context.loop
+        self._post = post
+        self._body = body
+        self._touch = touch
+        self._devices = tuple(die for node in machine.roles.decode for die in machine.dies(node))
+        """Device of each rank of the group."""
+        self._dies = machine.dies_per_node
+        self._first_rank = machine.roles.decode.index(context.process) * self._dies
+        self._control = machine.dies(context.process)[0]
+        self._gateway = _vpc_port_of_gateway(context)
+        self._vpc = machine.vpc_port(context.process)
+        self._cost = DecodeCost(dies=len(self._devices), model=job.model)
+        self._settings = job.model
+        self._exchange = Exchange(
+            context,
+            body,
+            job.scale,
+            devices=self._devices,
+            timeout_ps=job.serving.step_timeout.amount,
+            touch=touch,
+        )
+        self._waiting: dict[int, Sequence] = {}
+        self._active: dict[int, Sequence] = {}
+        self._attempts: dict[int, int] = {}
+        """Attempts of requests before this one are given up."""
+        self._epoch = messages.Epoch(0, ())
+        self._placement: ExpertPlacement | None = None
+        self._node_firsts: list[int] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.steps = 0
+        self.tokens = 0
+        post.on(messages.Step, self._begin_step)
+        post.on(messages.Rows, self._rows_came)
+        post.on(messages.Cancel, self._cancel)
+        post.on(messages.GiveUp, self._give_up)
+
+    # --- sequences --------------------------------------------------------------------------------
+
+    def _rows_came(self, message: messages.Rows, payload: bytes, _: int) -> None:
+        rows = self._body.rows_from_bytes(payload).reshape(-1, message.rows)
+        rows = self._touch("rows", rows)
+        if message.attempt < self._attempts.get(message.request, 0):
+            return  # given up while its rows were on the way
+        self._attempts[message.request] = message.attempt
+        sequence = Sequence(message, rows)
+        self._waiting[message.request] = sequence
+        self._announce(sequence)
+
+    def _announce(self, sequence: Sequence) -> None:
+        if not self._epoch.nodes:
+            return
+        joined = messages.Joined(
+            self._epoch.number, sequence.request, sequence.rank, sequence.kv_tokens
+        )
+        self._to_leader(joined)
+
+    def _cancel(self, message: messages.Cancel, _: bytes, __: int) -> None:
+        self._attempts[message.request] = message.attempt + 1
+        for held in (self._waiting, self._active):
+            sequence = held.get(message.request)
+            if sequence is not None and sequence.attempt == message.attempt:
+                del held[message.request]
+
+    def _give_up(self, message: messages.GiveUp, _: bytes, __: int) -> None:
+        if message.epoch != self._epoch.number:
+            return
+        for sequence in self._active.values():
+            failed = messages.Failed(sequence.request, sequence.attempt, message.error)
+            self._post.send(Plane.VPC, self._vpc, self._gateway, failed)
+        self._active = {}
+
+    def _to_leader(self, message: msgspec.Struct) -> None:
+        leader = self._context.machine.dies(self._epoch.nodes[0])[0]
+        self.to_peer(leader, message)
+
+    def to_peer(self, device: int, message: msgspec.Struct) -> None:
+        """A message between decode nodes, over UB; to itself at once."""
+        if device == self._control:
+            self._loop.call_soon(self._post.deliver, message)
+        else:
+            self._post.send(Plane.UB, self._control, device, message)
+
+    def enter(self, epoch: messages.Epoch) -> None:
+        """A new epoch: give up the step in progress, place experts anew, say who is here."""
+        for task in sorted(self._tasks, key=hash):
+            task.cancel()
+        self._epoch = epoch
+        machine = self._context.machine
+        alive = [
+            r for r, d in enumerate(self._devices) if machine.devices[d].process in epoch.nodes
+        ]
+        self._node_firsts = alive[:: self._dies]
+        self._placement = place(
+            experts=self._settings.routed_experts,
+            ep_size=len(self._devices),
+            alive=frozenset(alive),
+        )
+        self._exchange.forget(epoch.number)
+        self._waiting = self._active | self._waiting
+        self._active = {}
+        held = tuple((s.request, s.rank, s.kv_tokens) for s in self._waiting.values())
+        self._to_leader(messages.Hello(epoch.number, self._context.process, held))
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _begin_step(self, step: messages.Step, _: bytes, __: int) -> None:
+        if step.epoch != self._epoch.number:
+            return
+        task = self._loop.create_task(self._step(step), name=f"step {step.epoch}.{step.number}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _step(self, step: messages.Step) -> None:
+        for request in step.admitted:
+            if request in self._waiting:
+                self._active[request] = self._waiting.pop(request)
+        error = ""
+        mine = list(self._active.values())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._serve_experts(step), name=f"experts {step.number}")
+                tokens = self._run_tokens(step, mine)
+                sources = group.create_task(tokens, name=f"tokens {step.number}")
+            self._commit(sources.result(), mine)
+        except* OperationError as errors:
+            error = "; ".join(str(one) for one in errors.exceptions)
+        if error or self._ranks_in(step):
+            active = tuple(self._active)
+            node = self._context.process
+            self._to_leader(messages.StepDone(step.epoch, step.number, node, active, error))
+
+    def _ranks_in(self, step: messages.Step) -> list[int]:
+        """Ranks of this node that the leader counts on in this step."""
+        first = self._first_rank
+        return [rank for rank, _ in step.sources if first <= rank < first + self._dies]
+
+    async def _run_tokens(self, step: messages.Step, mine: list[Sequence]) -> Array:
+        """All layers for this node's tokens; returns their states after the last one."""
+        body, layers = self._body, self._settings.carried_layers
+        if not self._ranks_in(step):
+            return body.start_tokens(np.empty(0, np.int64), places=np.empty(0, np.int64))
+        places = np.array([s.length for s in mine], dtype=np.int64)
+        tokens = np.array([s.token for s in mine], dtype=np.int64)
+        states = body.start_tokens(tokens, places=places)
+        most = max(count for _, count in step.sources)
+        load = Load(sequences=most, queries=1, kv_tokens=step.kv_tokens)
+        skipped = self._settings.moe_layers - layers
+        layer_ps = self._cost.layer_ps(load, microbatch="off")
+        for layer in range(layers):
+            states = self._attend(mine, states, layer)
+            states = await self._moe(step, mine, states, layer, load)
+            share = skipped * (layer + 1) // layers - skipped * layer // layers
+            await self._loop.sleep_ps(share * layer_ps)
+        await self._loop.sleep_ps(self._cost.step_overhead_ps(load))
+        return states
+
+    def _attend(self, mine: list[Sequence], states: Array, layer: int) -> Array:
+        body = self._body
+        if not mine:
+            return states
+        own = body.kv_rows(states, layer=layer)
+        sums = []
+        for index, sequence in enumerate(mine):
+            sequence.rows[layer, sequence.length] = own[index]
+            rows = sequence.rows[layer, : sequence.length + 1]
+            sums.append(body.read(states[index : index + 1], rows, layer=layer, first_place=0))
+        return body.attend(states, np.concatenate(sums), layer=layer)
+
+    async def _moe(
+        self, step: messages.Step, mine: list[Sequence], states: Array, layer: int, load: Load
+    ) -> Array:
+        body, loop, top_k = self._body, self._loop, self._settings.top_k
+        placement = self._placement
+        assert placement is not None
+        gate = body.gate(states, layer=layer)
+        vectors = body.dispatch(states)
+        by_rank: dict[int, list[int]] = {rank: [] for rank in self._ranks_in(step)}
+        for index, sequence in enumerate(mine):
+            by_rank[sequence.rank].append(index)
+        order = [index for rank in by_rank for index in by_rank[rank]]
+        key = (step.epoch, step.number, layer)
+        self._exchange.expect_results(key, len(mine), self._owed(by_rank, gate.experts, placement))
+        await loop.sleep_ps(self._cost.attention_ps(load))
+        began_ps = loop.now_ps
+        await loop.sleep_ps(self._cost.dispatch_start_ps(load.tokens))
+        first = 0
+        for rank in by_rank:
+            chosen = by_rank[rank]
+            self._exchange.dispatch(
+                key,
+                rank,
+                first_token=first,
+                vectors=vectors[chosen],
+                experts=gate.experts[chosen],
+                placement=placement,
+                nodes_first_ranks=self._node_firsts,
+                began_ps=began_ps,
+            )
+            first += len(chosen)
+        results = await self._exchange.results(key)
+        inverse = np.argsort(np.array(order))
+        results = results[inverse]
+        if not mine:
+            return states
+        routed = self._touch("results", results[:, :top_k])
+        shared = self._touch("shared", results[:, top_k])
+        weights = self._touch("weights", gate.weights)
+        return body.combine(states, weights, routed, shared, layer=layer)
+
+    def _owed(
+        self, by_rank: dict[int, list[int]], experts: Array, placement: ExpertPlacement
+    ) -> dict[tuple[int, int, int], int]:
+        owed = {}
+        token = 0
+        for rank in by_rank:
+            device = self._devices[rank]
+            for index in by_rank[rank]:
+                for k, expert in enumerate(experts[index].tolist()):
+                    owed[device, token, k] = placement.ranks[expert]
+                owed[device, token, self._settings.top_k] = placement.shared[rank]
+                token += 1
+        return owed
+
+    async def _serve_experts(self, step: messages.Step) -> None:
+        sources = tuple(rank for rank, _ in step.sources)
+        for layer in range(self._settings.carried_layers):
+            key = (step.epoch, step.number, layer)
+            rows = await self._exchange.rows(key, sources)
+            if len(rows.experts):
+                results = self._body.expert(rows.experts, rows.vectors, layer=layer)
+                await self._send_results(key, step, rows, results)
+
+    async def _send_results(
+        self, key: Key, step: messages.Step, rows: Rows, results: Array
+    ) -> None:
+        by_device: dict[int, list[int]] = {}
+        for index, device in enumerate(rows.targets):
+            by_device.setdefault(device, []).append(index)
+        most = max(count for _, count in step.sources)
+        start_ps = self._cost.combine_start_ps(most)
+        ready: dict[int, list[int]] = {}
+        for device in sorted(by_device):
+            chosen = by_device[device]
+            experts = len(set(rows.experts[chosen].tolist()))
+            expert_ps = self._cost.expert_ps(rows=len(chosen), experts=experts)
+            at_ps = self._loop.now_ps + expert_ps + start_ps
+            ready.setdefault(at_ps, []).append(device)
+        for at_ps in sorted(ready):
+            await self._loop.sleep_until_ps(at_ps)
+            for device in ready[at_ps]:
+                self._exchange.combine(
+                    key, device, rows, results, by_device[device], began_ps=at_ps - start_ps
+                )
+
+    def _commit(self, states: Array, mine: list[Sequence]) -> None:
+        """The step happened: tokens out, sequences move on or end."""
+        self.steps += 1
+        if not mine:
+            return
+        sampled = self._body.sample(states).tolist()
+        seals = self._body.seals(states).tolist()
+        out: list[tuple[int, int, int, int, int, int | None]] = []
+        for sequence, token, seal in zip(mine, sampled, seals, strict=True):
+            if self._active.get(sequence.request) is not sequence:
+                continue  # cancelled meanwhile
+            sequence.length += 1
+            sequence.kv_tokens += 1
+            sequence.token = token
+            index = sequence.produced
+            sequence.produced += 1
+            receipt = None
+            if sequence.produced == sequence.total:
+                receipt = self._body.receipt(seal, [sequence.share])
+                del self._active[sequence.request]
+            out.append((sequence.request, sequence.attempt, index, token, seal, receipt))
+        self.tokens += len(out)
+        if out:
+            self._post.send(Plane.VPC, self._vpc, self._gateway, messages.Tokens(tuple(out)))
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters and samples for the report."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "dispatch_ps": self._exchange.dispatch_ps,
+            "combine_ps": self._exchange.combine_ps,
+        }
+
+
+def _vpc_port_of_gateway(context: Context) -> int:
+    gateway = context.machine.roles.gateway
+    assert gateway is not None
+    return context.machine.vpc_port(gateway)

@@ -1,0 +1,105 @@
+"""The options of ``serve``: texts to checked values.
+
+Owns which values each option takes, which are not built yet, and their defaults. Does not own their
+names on the command line (``run.py``) nor the files that they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Literal, cast
+
+import msgspec
+
+from cmnet.launch import options
+from nodes.model import tiles
+from nodes.settings import ModelSettings
+
+GENERATED_REQUESTS = 40
+"""Requests of a generated workload unless said (design 5)."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving run was asked for; its record holds it."""
+
+    trace: str | None = None
+    requests: int | None = None
+    """None: all rows of the trace, or 40 generated."""
+    rate: str = "1"
+    """An exact number as text, such as 0.5 or 1/3."""
+    plan: str | None = None
+    seed: int = 0
+    scale: str = "64"
+    start_order: Literal["listed", "random", "reverse"] = "listed"
+    socket_buffer_bytes: int = 4 << 20
+    journal: bool = False
+    out: str | None = None
+
+    @property
+    def speed_up(self) -> Fraction:
+        """``rate`` as a number."""
+        return options.positive(self.rate, option="--rate")
+
+
+NAMES = (
+    *("trace", "requests", "rate", "plan", "seed", "scale", "model", "moe", "start_order"),
+    *("socket_buffer", "journal", "out", "scheduler"),
+)
+"""What ``parse`` takes, as Python names."""
+
+LATER = (
+    *("pace", "cache_plane", "kv", "attention", "eplb", "microbatch", "mtp", "accept"),
+    *("mtp_graphs", "table"),
+)
+"""Options of parts that are not built yet."""
+
+
+def refuse_later(given: Mapping[str, Any]) -> None:
+    """Raises InputError for the first option that has a value and no part behind it."""
+    for name in LATER:
+        if given.get(name) is not None:
+            raise options.not_built(_flag(name), given[name])
+
+
+def parse(given: Mapping[str, Any]) -> Options:
+    """Options from the texts of the command line. Raises InputError that names the option."""
+    options.choice(given["model"], option="--model", built=("seal",), planned=("exact",))
+    options.choice(given["moe"], option="--moe", built=("full",), planned=("sampled", "modelled"))
+    planned = ("locality",)
+    options.choice(given["scheduler"], option="--scheduler", built=("peer",), planned=planned)
+    order = options.choice(
+        given["start_order"], option="--start-order", built=("listed", "random", "reverse")
+    )
+    options.positive(given["rate"], option="--rate")
+    requests = given["requests"]
+    return Options(
+        trace=_path(given["trace"], "--trace"),
+        requests=None if requests is None else options.count(requests, option="--requests"),
+        rate=given["rate"],
+        plan=_path(given["plan"], "--plan"),
+        seed=options.seed(given["seed"]),
+        scale=given["scale"],
+        start_order=cast(Literal["listed", "random", "reverse"], order),
+        socket_buffer_bytes=options.socket_buffer_bytes(given["socket_buffer"]),
+        journal=given["journal"],
+        out=_path(given["out"], "--out"),
+    )
+
+
+def scale(text: str, model: ModelSettings) -> tiles.Scale:
+    """``--scale`` for this model. Raises InputError."""
+    try:
+        return tiles.parse_scale(text, model)
+    except ValueError as error:
+        raise options.wrong("--scale", text, str(error)) from None
+
+
+def _path(text: str | None, option: str) -> str | None:
+    if text is not None and (not text or "\0" in text):
+        raise options.wrong(option, text, "the name of a file or folder")
+    return text
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

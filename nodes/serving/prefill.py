@@ -1,0 +1,255 @@
+"""Prefill on one instance: prompts in, KV rows and the first token out.
+
+Owns the instance's queue and its batches. Runs on the instance's first node; the other nodes only
+hand KV rows on from their dies. The whole prompt is computed on the first rank: the split over the
+instance's dies, and its exchanges, are in the cost model (``cost.PrefillCost``) until they are real.
+Prefix blocks come from and go to the store; a store that does not answer costs a little time, never a
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from cmnet.launch.agent import Context
+from cmnet.topology.machine import Plane
+from nodes.ems.client import StoreClient
+from nodes.kv.groups import Groups
+from nodes.model import identity
+from nodes.model.body import Array, Body
+from nodes.moe.exchange import Touch
+from nodes.post import Post
+from nodes.serving import messages
+from nodes.serving.cost import PrefillCost, Prompt
+from nodes.serving.job import Job
+
+
+class _Work:
+    """One prompt in the queue."""
+
+    __slots__ = ("cached", "cached_tokens", "hit_blocks", "message", "rows")
+
+    def __init__(self, message: messages.Prefill, rows: identity.PromptRows) -> None:
+        self.message = message
+        self.rows = rows
+        self.hit_blocks = 0
+        self.cached_tokens = 0
+        self.cached: list[bytes] = []
+
+
+class PrefillInstance:
+    """The first node of an instance."""
+
+    def __init__(
+        self,
+        context: Context,
+        post: Post,
+        job: Job,
+        body: Body,
+        store: StoreClient,
+        *,
+        instance: tuple[int, ...],
+        touch: Touch,
+    ) -> None:
+        machine = context.machine
+        self._context = context
+        self._loop = context.loop
+        self._post = post
+        self._model = job.model
+        self._body = body
+        self._store = store
+        self._touch = touch
+        self._instance = instance
+        self._dies = [die for node in instance for die in machine.dies(node)]
+        decode_dies = len(machine.roles.decode) * machine.dies_per_node
+        self._groups = Groups(
+            prefill_tp_size=len(self._dies), decode_tp_size=1, decode_dp_size=decode_dies
+        )
+        self._decode_dies = [die for node in machine.roles.decode for die in machine.dies(node)]
+        self._cost = PrefillCost(dies=len(self._dies), model=job.model)
+        self._batch_tokens_max = job.serving.prefill_tokens_max.amount * len(self._dies)
+        self._gateway = machine.vpc_port(machine.roles.gateway or 0)
+        self._vpc = machine.vpc_port(context.process)
+        self._queue: list[messages.Prefill] = []
+        self._queued = asyncio.Event()
+        self.batches = 0
+        self.tokens = 0
+        self.tokens_cached = 0
+        post.on(messages.Prefill, self._enqueue)
+
+    def _enqueue(self, message: messages.Prefill, _: bytes, __: int) -> None:
+        self._queue.append(message)
+        self._queued.set()
+
+    async def run(self) -> None:
+        """Batches for ever."""
+        while True:
+            if not self._queue:
+                self._queued.clear()
+                await self._queued.wait()
+            await self._batch(self._take())
+
+    def _take(self) -> list[messages.Prefill]:
+        batch = [self._queue.pop(0)]
+        tokens = batch[0].input_tokens
+        while self._queue and tokens + self._queue[0].input_tokens <= self._batch_tokens_max:
+            tokens += self._queue[0].input_tokens
+            batch.append(self._queue.pop(0))
+        return batch
+
+    async def _batch(self, batch: list[messages.Prefill]) -> None:
+        works = [
+            _Work(
+                message,
+                identity.prompt_rows(
+                    message.hash_ids, input_tokens=message.input_tokens, settings=self._model
+                ),
+            )
+            for message in batch
+        ]
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(self._load_prefix(work), name=f"prefix {work.message.request}")
+        prompts = [
+            Prompt(
+                new_tokens=work.message.input_tokens - work.cached_tokens,
+                cached_tokens=work.cached_tokens,
+            )
+            for work in works
+        ]
+        await self._loop.sleep_ps(self._cost.prefill_ps(prompts))
+        self.batches += 1
+        for work in works:
+            self._finish(work)
+
+    async def _load_prefix(self, work: _Work) -> None:
+        """Leading blocks from the store; at least the last row is always computed."""
+        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
+        rows = len(work.rows.seeds)
+        usable = min(work.rows.full_blocks, (rows - 1) // rows_per_block)
+        work.cached = await self._store.load_prefix(work.rows.block_keys[:usable])
+        work.hit_blocks = len(work.cached)
+        work.cached_tokens = work.hit_blocks * self._model.block_tokens
+
+    def _finish(self, work: _Work) -> None:
+        message, body, layers = work.message, self._body, self._model.carried_layers
+        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
+        cached = self._touch("blocks", np.array([_words(block) for block in work.cached]))
+        cached = cached.reshape(work.hit_blocks, layers + 1, rows_per_block).astype(np.uint64)
+        cached = np.moveaxis(cached, 0, 1).reshape(layers + 1, -1)
+        first = cached.shape[1]
+        prefilled = body.prefill(work.rows.seeds[first:], cached_rows=cached[:layers])
+        rows = np.concatenate([cached[:layers], prefilled.rows], axis=1)
+        states = np.concatenate([cached[layers], prefilled.states])
+        share = body.fold_prompt(states, first_place=0)
+        token = int(body.sample(states[-1:])[0])
+        seal = int(body.seals(states[-1:])[0])
+        self.tokens += message.input_tokens
+        self.tokens_cached += work.cached_tokens
+        last = message.output_tokens == 1
+        answer = messages.First(
+            request=message.request,
+            attempt=message.attempt,
+            token=token,
+            seal=seal,
+            blocks=len(work.rows.block_keys),
+            blocks_hit=work.hit_blocks,
+            receipt=body.receipt(seal, [share]) if last else None,
+        )
+        self._post.send(Plane.VPC, self._vpc, self._gateway, answer)
+        if not last:
+            self._send_rows(message, rows, token, share)
+        self._store_blocks(work, rows, states)
+
+    def _send_rows(self, message: messages.Prefill, rows: Array, token: int, share: int) -> None:
+        header = messages.Rows(
+            request=message.request,
+            attempt=message.attempt,
+            rank=message.rank,
+            input_tokens=message.input_tokens,
+            output_tokens=message.output_tokens,
+            token=token,
+            rows=rows.shape[1],
+            share=share,
+        )
+        source = self._dies[self._groups.prefill_tp_rank(decode_dp_rank=message.rank)]
+        payload = np.ascontiguousarray(rows).tobytes()
+        home = self._context.machine.devices[source].process
+        if home == self._context.process:
+            send_rows(
+                self._context, self._post, self._model.kv_bytes_per_token, header, payload, source
+            )
+        else:
+            # the All-Gather put the rows on every die of the instance; its cost is the cost model's
+            self._post.send(
+                Plane.UB,
+                self._dies[0],
+                self._context.machine.dies(home)[0],
+                messages.Handover(header),
+                payload=payload,
+                charged_bytes=1,
+            )
+
+    def _store_blocks(self, work: _Work, rows: Array, states: Array) -> None:
+        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
+        charged_bytes = self._model.block_tokens * self._model.kv_bytes_per_token
+        for index in range(work.hit_blocks, work.rows.full_blocks):
+            span = slice(index * rows_per_block, (index + 1) * rows_per_block)
+            block = np.concatenate([rows[:, span], states[None, span]])
+            self._store.put(work.rows.block_keys[index], block.tobytes(), charged_bytes)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters for the report."""
+        return {
+            "batches": self.batches,
+            "prompt_tokens": self.tokens,
+            "prompt_tokens_cached": self.tokens_cached,
+        }
+
+
+def _words(block: bytes) -> Array:
+    return np.frombuffer(block, dtype=np.uint64)
+
+
+def send_rows(
+    context: Context,
+    post: Post,
+    kv_bytes_per_token: int,
+    header: messages.Rows,
+    payload: bytes,
+    source: int,
+) -> None:
+    """KV rows from a die of the instance to their decode rank, over RDMA."""
+    decode_dies = [d for node in context.machine.roles.decode for d in context.machine.dies(node)]
+    post.send(
+        Plane.RDMA,
+        source,
+        decode_dies[header.rank],
+        header,
+        payload=payload,
+        charged_bytes=header.input_tokens * kv_bytes_per_token,
+    )
+
+
+class PrefillHelper:
+    """A further node of an instance: its dies hold the KV rows too, and send them on."""
+
+    def __init__(self, context: Context, post: Post, job: Job, instance: tuple[int, ...]) -> None:
+        machine = context.machine
+        self._context = context
+        self._post = post
+        self._kv_bytes_per_token = job.model.kv_bytes_per_token
+        self._dies = [die for node in instance for die in machine.dies(node)]
+        decode_dies = len(machine.roles.decode) * machine.dies_per_node
+        self._groups = Groups(
+            prefill_tp_size=len(self._dies), decode_tp_size=1, decode_dp_size=decode_dies
+        )
+        post.on(messages.Handover, self._hand_over)
+
+    def _hand_over(self, message: messages.Handover, payload: bytes, _: int) -> None:
+        header = message.rows
+        source = self._dies[self._groups.prefill_tp_rank(decode_dp_rank=header.rank)]
+        send_rows(self._context, self._post, self._kv_bytes_per_token, header, payload, source)

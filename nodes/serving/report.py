@@ -1,0 +1,281 @@
+"""The report of a serving run: one object for programs, and tables of it for people.
+
+Owns what is in a report, the definitions printed with it, and what counts as something wrong. Reads
+only the run's folder, so that it can be printed again. Does not own percentiles, published figures
+nor constants. Instants and lengths are integers of picoseconds; floats are for people.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cmnet.record import record as records
+from cmnet.record.record import Record
+from nodes.serving import published, result, tables, verify
+from nodes.serving.constants import CONSTANTS
+from nodes.serving.percentiles import itl_ps, summarize, tpot_ps, ttft_ps
+from nodes.serving.published import Figure
+from nodes.serving.result import RequestResult, Serving
+from nodes.serving.settings import ServingSettings
+from nodes.serving.verify import Verified
+
+FAILED_SHOWN = 20
+SKIPPED_SHOWN = 20
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a report is made of."""
+
+    folder: Path
+    record: Record
+    serving: Serving
+    results: list[RequestResult]
+    statistics: list[dict[str, Any]]
+    """Of each process that lived at the end."""
+    verified: Verified
+
+    @property
+    def answered(self) -> list[RequestResult]:
+        return [each for each in self.results if each.status == "ok"]
+
+    @property
+    def virtual_s(self) -> float:
+        outcome = self.record.outcome
+        return 0.0 if outcome is None else outcome.virtual_ps / 1e12
+
+    def program(self, key: str) -> list[Any]:
+        """A counter or list of samples of every program that has it."""
+        found = (_find(each.get("program", {}), key) for each in self.statistics)
+        return [value for value in found if value is not None]
+
+
+def collect(folder: Path) -> Sources:
+    """Everything of a run's folder. Raises InputError where it is no serving run."""
+    record = records.read(folder)
+    files = sorted((folder / "statistics").glob("*.json"))
+    return Sources(
+        folder=folder,
+        record=record,
+        serving=result.read_serving(folder),
+        results=result.read(folder),
+        statistics=[msgspec.json.decode(path.read_bytes()) for path in files],
+        verified=verify.read(folder),
+    )
+
+
+def build(sources: Sources) -> dict[str, Any]:
+    """The object that ``--json`` prints (design 5)."""
+    record = sources.record
+    outcome = record.outcome or records.Outcome.nothing()
+    report = {
+        "run": str(sources.folder),
+        "command": record.command,
+        "command_line": record.command_line,
+        "launch_s": outcome.launch_s,
+        "wall_s": outcome.wall_s,
+        "virtual_s": sources.virtual_s,
+        "virtual_ps": outcome.virtual_ps,
+        "digest": outcome.digest,
+        "windows": outcome.windows,
+        "grants": outcome.grants,
+        "lag_s": 0.0,
+        "deaths": [msgspec.to_builtins(death) for death in outcome.deaths],
+        "seed": record.seed,
+        "topology": record.topology_file,
+        "scale": record.options["scale"],
+        "carried_layers": sources.serving.model.carried_layers,
+        "tokens_per_carried": sources.serving.model.tokens_per_carried,
+        "fingerprint": record.facts["fingerprint"],
+        "constants_used": constants_used(sources),
+        "verified": msgspec.to_builtins(sources.verified),
+        "requests": _requests(sources),
+        "prefix": _prefix(sources),
+        "interrupted": outcome.interrupted,
+        "error": outcome.error,
+        "error_code": outcome.error_code,
+        "detail": outcome.detail,
+        "not_reached": outcome.not_reached,
+        "socket_buffer_bytes": outcome.socket_buffer_bytes,
+        "rows": rows(sources),
+    }
+    return report | {"problems": problems(sources)}
+
+
+def show(report: dict[str, Any], screen: Any) -> None:
+    """The same for people."""
+    for line in tables.head(report):
+        screen.line(line)
+    for table in tables.all_tables(report):
+        screen.table(table)
+    for line in tables.foot(report):
+        screen.line(line)
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+
+
+def problems(sources: Sources) -> list[str]:
+    """Why this run did not end well; empty means exit status 0."""
+    outcome, verified = sources.record.outcome, sources.verified
+    if outcome is None:
+        return ["the run has no end: its supervisor was ended"]
+    found = [outcome.error] if outcome.error else []
+    if outcome.interrupted:
+        found.append("interrupted: this is what was done so far")
+    if verified.wrong:
+        found.append(f"{verified.wrong} of {verified.checked} tokens are wrong: {verified.first}")
+    elif verified.checked != (tokens := _sum(sources.answered, "output_tokens")):
+        found.append(f"{verified.checked} of {tokens} tokens were verified: {verified.first}")
+    requests = _requests(sources)
+    if requests["unfinished"] and not found:
+        found.append(f"{requests['unfinished']} requests have no end")
+    if requests["failed"] and not sources.record.plan.get("faults"):
+        found.append(f"{requests['failed']} requests failed, and no fault was planned")
+    return found
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _requests(sources: Sources) -> dict[str, Any]:
+    workload, answered = sources.serving.workload, sources.answered
+    failed = [each for each in sources.results if each.status != "ok"]
+    return {
+        "kind": workload.kind,
+        "file": workload.file,
+        "rows_asked": workload.rows_asked,
+        "rows_read": workload.rows_read,
+        "asked": len(workload.requests),
+        "ok": len(answered),
+        "failed": len(failed),
+        "skipped": len(workload.skipped),
+        "unfinished": len(workload.requests) - len(sources.results),
+        "retried": sum(each.tries > 1 for each in sources.results),
+        "prompt_tokens": _sum(answered, "input_tokens"),
+        "output_tokens": _sum(answered, "output_tokens"),
+        "failures": [
+            {"index": each.index, "error": each.error, "tries": each.tries}
+            for each in failed[:FAILED_SHOWN]
+        ],
+        "skipped_rows": [msgspec.to_builtins(row) for row in workload.skipped[:SKIPPED_SHOWN]],
+    }
+
+
+def _prefix(sources: Sources) -> dict[str, Any]:
+    """Leading blocks that the store had. ``blocks`` counts full blocks looked up, once a request."""
+    blocks, hit = _sum(sources.answered, "blocks"), _sum(sources.answered, "blocks_hit")
+    workload = sources.serving.workload
+    return {
+        "blocks": blocks,
+        "blocks_hit": hit,
+        "hit_rate": hit / blocks if blocks else 0.0,
+        "block_references": workload.block_references,
+        "distinct_blocks": workload.distinct_blocks,
+    }
+
+
+def constants_used(sources: Sources) -> list[dict[str, Any]]:
+    """Every number of the cost model, and the settings of the serving system."""
+    found: list[dict[str, Any]] = [msgspec.to_builtins(constant) for constant in CONSTANTS]
+    settings = msgspec.convert(sources.record.facts["serving_settings"], ServingSettings)
+    for name in settings.__struct_fields__:
+        number = msgspec.to_builtins(getattr(settings, name))
+        found.append({"name": f"serving.{name}", "unit": ""} | number)
+    return found
+
+
+def rows(sources: Sources) -> list[dict[str, Any]]:
+    """The tables as one flat list; ``table`` says which."""
+    return [
+        *_latency_rows(sources),
+        *_exchange_rows(sources),
+        *_speed_rows(sources),
+        *_plane_rows(sources),
+    ]
+
+
+def _latency_rows(sources: Sources) -> list[dict[str, Any]]:
+    answered = sources.answered
+    ttft = [ttft_ps(sent_ps=each.arrival_ps, received_ps=each.token_ps) for each in answered]
+    tpot = [value for each in answered if (value := tpot_ps(each.token_ps)) is not None]
+    itl = [gap for each in answered for gap in itl_ps(each.token_ps)]
+    return [
+        _times("latency", "TTFT", ttft, "request sent to first token received"),
+        _times("latency", "TPOT", tpot, "(last - first) / (tokens - 1), a request", published.TPOT),
+        _times("latency", "ITL", itl, "gap between two tokens, each gap"),
+    ]
+
+
+def _exchange_rows(sources: Sources) -> list[dict[str, Any]]:
+    dispatch = [sample for each in sources.program("dispatch_ps") for sample in each]
+    combine = [sample for each in sources.program("combine_ps") for sample in each]
+    what = "operator's start to last message, a rank and carried layer"
+    return [
+        _times("exchange", "dispatch", dispatch, what, published.DISPATCH),
+        _times("exchange", "combine", combine, what, published.COMBINE),
+    ]
+
+
+def _times(
+    table: str, name: str, values_ps: list[int], definition: str, figure: Figure | None = None
+) -> dict[str, Any]:
+    summary = summarize(values_ps)
+    facts = {"count": 0} if summary is None else msgspec.to_builtins(summary)
+    return {"table": table, "name": name, "definition": definition} | facts | _beside(figure)
+
+
+def _beside(figure: Figure | None) -> dict[str, Any]:
+    if figure is None:
+        return {"published": None, "published_source": "", "differs": "", "mark": ""}
+    return {
+        "published": figure.value,
+        "published_source": figure.source,
+        "differs": figure.differs,
+        "mark": figure.mark,
+    }
+
+
+def _speed_rows(sources: Sources) -> list[dict[str, Any]]:
+    npus = sources.record.facts["npus"]
+    made = _sum(sources.answered, "output_tokens")
+    read = _sum(sources.answered, "input_tokens")
+    return [
+        _speed(sources, "decode", made, npus["decode"], published.DECODE_SPEED),
+        _speed(sources, "prefill", read, npus["prefill"], published.PREFILL_SPEED),
+    ]
+
+
+def _speed(
+    sources: Sources, name: str, tokens: int, npus: int, figure: Figure
+) -> dict[str, Any]:
+    seconds = sources.virtual_s * npus
+    facts = {"tokens": tokens, "npus": npus, "tokens_per_s_npu": tokens / seconds if seconds else 0}
+    what = "tokens of answered requests / virtual seconds / NPUs of this role"
+    return {"table": "speed", "name": name, "definition": what} | facts | _beside(figure)
+
+
+def _plane_rows(sources: Sources) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for statistics in sources.statistics:
+        for plane, counters in statistics["planes"].items():
+            row = found.setdefault(plane, {"table": "planes", "name": plane})
+            for counter, value in counters.items():
+                row[counter] = row.get(counter, 0) + value
+    return list(found.values())
+
+
+def _sum(results: list[RequestResult], field: str) -> int:
+    return sum(getattr(each, field) for each in results)
+
+
+def _find(data: Any, key: str) -> Any:
+    """The value of a key in mappings within mappings; None where there is none."""
+    if not isinstance(data, dict):
+        return None
+    if key in data:
+        return data[key]
+    found = (_find(value, key) for value in data.values())
+    return next((value for value in found if value is not None), None)

@@ -1,0 +1,158 @@
+"""How a report is drawn: from the report's object to lines and tables of text.
+
+Owns wording and order on the screen. Does not own what is in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cmnet.record.screen import Table
+from cmnet.units import format_bytes, format_ps
+
+Report = dict[str, Any]
+_TIMES = ("mean_ps", "p50_ps", "p90_ps", "p99_ps", "max_ps")
+
+
+def head(report: Report) -> Iterator[str]:
+    """What ran, and how long."""
+    requests = report["requests"]
+    yield ""
+    yield (
+        f"{report['topology']}, seed {report['seed']}: {report['virtual_s']:.6f} s virtual in"
+        f" {report['wall_s']:.2f} s wall (and {report['launch_s']:.2f} s to launch)"
+    )
+    where = requests["file"] or "generated"
+    yield (
+        f"{requests['asked']} requests ({where}): {requests['ok']} ok, {requests['failed']} failed,"
+        f" {requests['skipped']} skipped, {requests['unfinished']} unfinished,"
+        f" {requests['retried']} retried; {requests['prompt_tokens']} prompt tokens,"
+        f" {requests['output_tokens']} output tokens"
+    )
+    for death in report["deaths"]:
+        how = "as planned" if death["planned"] else "by itself"
+        yield f"{death['node']} died {how} at {format_ps(death['at_ps'])} ({death['at_ps']} ps)"
+    for row in requests["skipped_rows"]:
+        yield f"skipped line {row['line']}: {row['reason']}"
+    for failure in requests["failures"]:
+        yield f"request {failure['index']} failed after {failure['tries']} tries: {failure['error']}"
+    for fault in report["not_reached"]:
+        yield f"the plan's {fault} is later than the end of the run"
+    yield ""
+
+
+def all_tables(report: Report) -> list[Table]:
+    """Latency, exchange, speed, planes, constants."""
+    return [
+        _times_table(report, "latency", "Latency of answered requests (percentiles: nearest rank)"),
+        _times_table(report, "exchange", "Expert exchange over UB"),
+        _speed_table(report),
+        _published_table(report),
+        _planes_table(report),
+        _constants_table(report),
+    ]
+
+
+def foot(report: Report) -> Iterator[str]:
+    """Prefix hits, verification, identity."""
+    prefix, verified = report["prefix"], report["verified"]
+    yield (
+        f"prefix: {prefix['blocks_hit']} of {prefix['blocks']} full blocks hit"
+        f" ({prefix['hit_rate']:.4f}); {prefix['distinct_blocks']} distinct blocks of"
+        f" {prefix['block_references']} in the prompts"
+    )
+    yield (
+        f"verified: {verified['checked']} tokens and seals of {verified['requests']} requests,"
+        f" {verified['wrong']} wrong"
+    )
+    yield (
+        f"model {report['fingerprint']}: carried layers {report['carried_layers']}, tokens per"
+        f" carried row {report['tokens_per_carried']}, scale {report['scale']}"
+    )
+    yield (
+        f"digest {report['digest']}, {report['windows']} windows, {report['grants']} grants,"
+        f" socket buffers {format_bytes(report['socket_buffer_bytes'])}"
+    )
+    yield f"run: {report['run']}"
+
+
+def _rows(report: Report, table: str) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["table"] == table]
+
+
+def _times_table(report: Report, name: str, title: str) -> Table:
+    rows = []
+    for row in _rows(report, name):
+        times = (format_ps(row[key]) if key in row else "-" for key in _TIMES)
+        rows.append((row["name"], str(row["count"]), *times, row["definition"]))
+    columns = ("", ">count", ">mean", ">p50", ">p90", ">p99", ">max", "what")
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def _speed_table(report: Report) -> Table:
+    rows = [
+        (row["name"], str(row["tokens"]), str(row["npus"]), f"{row['tokens_per_s_npu']:.2f}")
+        for row in _rows(report, "speed")
+    ]
+    columns = ("", ">tokens", ">NPUs", ">tokens/s per NPU")
+    note = "tokens of answered requests / virtual seconds of the whole run / NPUs of the role"
+    return Table(title="Speed (virtual)", columns=columns, rows=rows, note=note)
+
+
+def _published_table(report: Report) -> Table:
+    rows = []
+    for row in report["rows"]:
+        if row.get("published") is None:
+            continue
+        speed = row["table"] == "speed"
+        ours = f"{row['tokens_per_s_npu']:.2f} tok/s" if speed else _mean(row)
+        theirs = f"{row['published']} tok/s" if speed else format_ps(row["published"])
+        rows.append(
+            (row["name"], ours, theirs, row["mark"], row["published_source"], row["differs"])
+        )
+    columns = ("", ">here, mean", ">published", "mark", "where", "what differs")
+    return Table(title="Beside published figures", columns=columns, rows=rows)
+
+
+def _mean(row: dict[str, Any]) -> str:
+    return format_ps(row["mean_ps"]) if "mean_ps" in row else "-"
+
+
+def _planes_table(report: Report) -> Table:
+    rows = [
+        (
+            row["name"],
+            str(row["frames"]),
+            str(row["frames_in_node"]),
+            str(row["dropped"]),
+            format_bytes(row["charged_bytes"]),
+            format_bytes(row["carried_bytes"]),
+        )
+        for row in _rows(report, "planes")
+    ]
+    columns = ("plane", ">frames", ">in a node", ">dropped", ">charged", ">carried")
+    note = "of processes that lived at the end; charged bytes set the time, carried ones moved"
+    return Table(title="Planes", columns=columns, rows=rows, note=note)
+
+
+def _constants_table(report: Report) -> Table:
+    rows = [
+        (each["name"], _number(each["value"]), each["unit"], each["kind"], _range(each))
+        for each in report["constants_used"]
+        if each["kind"] in ("fitted", "assumed")
+    ]
+    kinds = [each["kind"] for each in report["constants_used"]]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    note = f"constants used: {counts}; all of them, with sources: --json, and run.py topology"
+    columns = ("constant", ">value", "unit", "kind", "range tried")
+    return Table(title="Fitted and assumed constants", columns=columns, rows=rows, note=note)
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _range(constant: dict[str, Any]) -> str:
+    tried = constant.get("range")
+    return f"{_number(tried[0])} to {_number(tried[1])}" if tried else ""

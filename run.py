@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""The command line of cmnet: parses and hands over.
+
+Owns the names of commands and options (design 5; tests and users rely on them), the first line on the
+screen, the exit status, and the way into the project's own Python. Does not own what a command does.
+Exit status: 0 done and verified, 1 ran and something is wrong (the last line is the command that
+replays it), 2 bad input (the message names file and key).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+NEEDED = ("typer", "rich", "msgspec", "yaml", "numpy", "uvloop", "xxhash", "lmdb")
+
+for _name in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM"):
+    os.environ.setdefault(f"{_name}_NUM_THREADS", "1")  # read when numpy is first imported
+
+
+def _enter_venv() -> None:
+    """Go on in the project's own Python where this one lacks what is needed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing and sys.version_info >= (3, 11):
+        return
+    inside = Path(sys.prefix).resolve() == VENV_PYTHON.parent.parent.resolve()
+    if VENV_PYTHON.exists() and not inside:
+        sys.stdout.flush()
+        arguments = [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]]
+        os.execv(str(VENV_PYTHON), arguments)
+    what = ", ".join(missing) or "Python 3.11"
+    print(f"cmnet: {what} missing here; say: make venv", file=sys.stderr)
+    raise SystemExit(2)
+
+
+_enter_venv()
+
+from typing import Annotated, Any  # noqa: E402  (only now is it certain that the rest can be imported)
+
+import typer  # noqa: E402
+from typer.exceptions import TyperException  # noqa: E402
+
+from cmnet.errors import CmnetError, InputError  # noqa: E402
+
+TOPOLOGY = ROOT / "topologies" / "cloudmatrix384.yaml"
+NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
+SLOW_TO_START = ("serve", "link", "replay")
+
+app = typer.Typer(
+    name="run.py",
+    help="cmnet: a CloudMatrix384 supernode in software, in exact virtual time.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Topology = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")]
+Plan = Annotated[str | None, typer.Option(metavar="FILE", help="Faults and their instants (YAML).")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")]
+Seed = Annotated[str, typer.Option(metavar="N", help="Of every random draw.")]
+
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+def _later(metavar: str) -> Any:
+    """An option of a part that is not built yet: known by name, refused by value."""
+    return typer.Option(metavar=metavar, help="Not built yet.", hidden=True)
+
+
+@app.command()
+def serve(
+    topology: Topology = str(TOPOLOGY),
+    trace: Annotated[
+        str | None, _option("FILE", "Mooncake JSONL or Azure CSV; generated if left out.")
+    ] = None,
+    requests: Annotated[
+        str | None, _option("N", "First N rows of the trace (all), or N generated (40).")
+    ] = None,
+    rate: Annotated[str, _option("X", "Arrivals X times as fast.")] = "1",
+    plan: Plan = None,
+    seed: Seed = "0",
+    scale: Annotated[str, _option("S", "Carried bytes of a token vector, or 'full'.")] = "64",
+    model: Annotated[str, _option("NAME", "seal")] = "seal",
+    moe: Annotated[str, _option("NAME", "full")] = "full",
+    start_order: Annotated[str, _option("ORDER", "listed, random or reverse.")] = "listed",
+    socket_buffer: Annotated[str, _option("SIZE", "Of the kernel, per socket.")] = "4MiB",
+    journal: Annotated[bool, typer.Option("--journal", help="Keep every event (for diff).")] = False,
+    out: Annotated[str | None, _option("DIR", "The run's folder: new or empty.")] = None,
+    json: Json = False,
+    pace: Annotated[str | None, _later("X")] = None,
+    scheduler: Annotated[str, _option("NAME", "peer")] = "peer",
+    cache_plane: Annotated[str | None, _later("PLANE")] = None,
+    kv: Annotated[str | None, _later("WAY")] = None,
+    attention: Annotated[str | None, _later("NAME")] = None,
+    eplb: Annotated[str | None, _later("WAY")] = None,
+    microbatch: Annotated[str | None, _later("on|off")] = None,
+    mtp: Annotated[str | None, _later("K")] = None,
+    accept: Annotated[str | None, _later("P")] = None,
+    mtp_graphs: Annotated[str | None, _later("WAY")] = None,
+    table: Annotated[str | None, _later("NAME")] = None,
+) -> int:
+    """Serve a trace on the machine and check every token (the main job)."""
+    from nodes.serving import command, options
+
+    given = {name: value for name, value in locals().items() if name in options.NAMES}
+    later = {name: value for name, value in locals().items() if name in options.LATER}
+    options.refuse_later(later)
+    return command.serve(options.parse(given), topology=topology, json=json)
+
+
+@app.command()
+def link(
+    topology: Topology = str(TOPOLOGY),
+    plane: Annotated[str, _option("PLANE", "ub, rdma or vpc.")] = "",
+    src: Annotated[str, _option("DEVICE", "node03/npu2/die1, node03/cpu0 or node03.")] = "",
+    dst: Annotated[str, _option("DEVICE", "The other end.")] = "",
+    bytes: Annotated[str, _option("SIZE", "Of each transfer.")] = "",  # noqa: A002  (the option's name)
+    flows: Annotated[str, _option("N", "At the same time.")] = "1",
+    repeat: Annotated[str, _option("N", "One after the other.")] = "1",
+    plan: Plan = None,
+    json: Json = False,
+) -> int:
+    """Measure a path and print the closed form beside it, to the picosecond."""
+    raise InputError(file="link", key="", value="link", expected="another command: not built yet")
+
+
+@app.command()
+def topology(
+    topology: Topology = str(TOPOLOGY),
+    check: Annotated[bool, typer.Option("--check", help="Only say whether it is right.")] = False,
+    json: Json = False,
+) -> int:
+    """What this machine is: nodes, roles, rates, lookahead, each number's source."""
+    from cmnet.launch import commands
+    from cmnet.record.screen import Screen
+    from cmnet.topology.load import load
+    from nodes.serving.job import EXTENSIONS
+
+    machine = load(topology, extensions=EXTENSIONS)
+    return commands.topology(machine, Screen(json=json), check=check)
+
+
+@app.command()
+def replay(run: Run, json: Json = False) -> int:
+    """Repeat a recorded run, deaths included, and compare the digests."""
+    from nodes.serving import command
+
+    return command.replay(run, json=json)
+
+
+@app.command()
+def report(run: Run, json: Json = False) -> int:
+    """Print the report of a run again."""
+    from nodes.serving import command
+
+    return command.report(run, json=json)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="RUN")],
+    second: Annotated[str, typer.Argument(metavar="RUN")],
+    json: Json = False,
+) -> int:
+    """Name the first event that differs between two runs with journals."""
+    from cmnet.launch import commands
+    from cmnet.record.screen import Screen
+
+    return commands.diff(first, second, Screen(json=json))
+
+
+def _refuse(name: str) -> None:
+    @app.command(
+        name,
+        hidden=True,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def refused() -> int:
+        raise InputError(file="run.py", key="", value=name, expected=f"{_names()}: not built yet")
+
+
+def _names() -> str:
+    return "one of serve, link, topology, replay, report, diff"
+
+
+for _command in NOT_BUILT:
+    _refuse(_command)
+
+
+def _first_line(arguments: list[str]) -> None:
+    """Something on the screen before the imports that take time."""
+    if arguments[0] in SLOW_TO_START and not {"-h", "--help"} & set(arguments):
+        stream = sys.stderr if "--json" in arguments else sys.stdout
+        print(f"cmnet: {' '.join(arguments)}", file=stream, flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["serve", *arguments]
+    _first_line(arguments)
+    try:
+        status = app(arguments, prog_name="run.py", standalone_mode=False)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except TyperException as error:
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        return 2
+    except CmnetError as error:
+        print(f"error: {error.code}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    return int(status or 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""The other side of the ratios: plain uvloop protocols, all-to-all over Unix sockets, no emulator.
+
+Owns processes that do nothing but write and count bytes: one connection per pair of processes, one
+write per message, start excluded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from cmnet.launch import deathsig
+
+
+class _Counter(asyncio.Protocol):
+    """Counts what comes; tells of every round that is in."""
+
+    def __init__(self, node: _Node) -> None:
+        self.node = node
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        buffer_bytes = self.node.buffer_bytes
+        if buffer_bytes:
+            sock = transport.get_extra_info("socket")
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
+        self.node.transports.append(cast(asyncio.WriteTransport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        node = self.node
+        node.bytes_read += len(data)
+        while node.bytes_read >= node.bytes_due:
+            node.next_round()
+
+
+class _Node:
+    """One process."""
+
+    def __init__(
+        self, *, index: int, count: int, rounds: int, message_bytes: int, buffer_bytes: int
+    ) -> None:
+        self.index, self.count = index, count
+        self.rounds = rounds
+        self.message = bytes(message_bytes)
+        self.buffer_bytes = buffer_bytes
+        self.transports: list[asyncio.WriteTransport] = []
+        self.bytes_read = 0
+        self.bytes_due = message_bytes * (count - 1)
+        self.done: asyncio.Future[None]
+
+    def next_round(self) -> None:
+        self.bytes_due += len(self.message) * (self.count - 1)
+        self.rounds -= 1
+        if self.rounds > 0:
+            self.send()
+        elif not self.done.done():
+            self.done.set_result(None)
+
+    def send(self) -> None:
+        for transport in self.transports:
+            transport.write(self.message)
+
+    async def run(self, folder: Path, steps: _Steps) -> None:
+        loop = asyncio.get_running_loop()
+        self.done = loop.create_future()
+        server = await loop.create_unix_server(lambda: _Counter(self), str(folder / str(self.index)))
+        steps.reached()
+        for peer in range(self.index):
+            await loop.create_unix_connection(lambda: _Counter(self), str(folder / str(peer)))
+        while len(self.transports) < self.count - 1:
+            await asyncio.sleep(0.001)
+        steps.reached()
+        self.send()
+        await self.done
+        steps.reached()
+        server.close()
+
+
+class _Steps:
+    """A barrier between forked processes and their parent, out of two pipes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._up, self._down = os.pipe(), os.pipe()
+
+    def reached(self) -> None:
+        """In a child: say so, and wait until all are here."""
+        os.write(self._up[1], b".")
+        os.read(self._down[0], 1)
+
+    def wait(self) -> None:
+        """In the parent: until all are here."""
+        got = 0
+        while got < self.count:
+            got += len(os.read(self._up[0], self.count))
+
+    def let_go(self) -> None:
+        os.write(self._down[1], b"." * self.count)
+
+    def close(self) -> None:
+        for fd in (*self._up, *self._down):
+            os.close(fd)
+
+
+def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int = 0) -> float:
+    """Wall seconds of so many rounds in which each process writes to each other one."""
+
+    def live(index: int, folder: Path, steps: _Steps) -> None:
+        node = _Node(
+            index=index,
+            count=count,
+            rounds=rounds,
+            message_bytes=message_bytes,
+            buffer_bytes=buffer_bytes,
+        )
+        with contextlib.closing(uvloop.new_event_loop()) as loop:
+            loop.run_until_complete(node.run(folder, steps))
+
+    return forked_s(count, live)
+
+
+def forked_s(count: int, live: Callable[[int, Path, _Steps], None]) -> float:
+    """Wall seconds between the second barrier (all connected) and the third (all done)."""
+    steps = _Steps(count)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        pids = [_fork(lambda index=index: live(index, Path(name), steps)) for index in range(count)]
+        for _ in range(2):
+            steps.wait()
+            begin = time.perf_counter()
+            steps.let_go()
+        steps.wait()
+        wall_s = time.perf_counter() - begin
+        steps.let_go()
+        for pid in pids:
+            os.waitpid(pid, 0)
+    steps.close()
+    return wall_s
+
+
+def _fork(live: Callable[[], None]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            deathsig.die_with_parent(parent)
+            live()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
