@@ -50,6 +50,9 @@ TOPOLOGY = ROOT / "topologies" / "cloudmatrix384.yaml"
 NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
 SLOW_TO_START = ("serve", "link", "replay")
 
+_arguments: list[str] = []
+"""Of this run of the command line, for the record."""
+
 app = typer.Typer(
     name="run.py",
     help="cmnet: a CloudMatrix384 supernode in software, in exact virtual time.",
@@ -60,7 +63,9 @@ app = typer.Typer(
 )
 
 Topology = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")
+]
 Plan = Annotated[str | None, typer.Option(metavar="FILE", help="Faults and their instants (YAML).")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")]
 Seed = Annotated[str, typer.Option(metavar="N", help="Of every random draw.")]
@@ -92,7 +97,9 @@ def serve(
     moe: Annotated[str, _option("NAME", "full")] = "full",
     start_order: Annotated[str, _option("ORDER", "listed, random or reverse.")] = "listed",
     socket_buffer: Annotated[str, _option("SIZE", "Of the kernel, per socket.")] = "4MiB",
-    journal: Annotated[bool, typer.Option("--journal", help="Keep every event (for diff).")] = False,
+    journal: Annotated[
+        bool, typer.Option("--journal", help="Keep every event (for diff).")
+    ] = False,
     out: Annotated[str | None, _option("DIR", "The run's folder: new or empty.")] = None,
     json: Json = False,
     pace: Annotated[str | None, _later("X")] = None,
@@ -113,23 +120,30 @@ def serve(
     given = {name: value for name, value in locals().items() if name in options.NAMES}
     later = {name: value for name, value in locals().items() if name in options.LATER}
     options.refuse_later(later)
-    return command.serve(options.parse(given), topology=topology, json=json)
+    asked = options.parse(given)
+    return command.serve(asked, topology=topology, json=json, command_line=_arguments)
 
 
 @app.command()
 def link(
     topology: Topology = str(TOPOLOGY),
-    plane: Annotated[str, _option("PLANE", "ub, rdma or vpc.")] = "",
-    src: Annotated[str, _option("DEVICE", "node03/npu2/die1, node03/cpu0 or node03.")] = "",
-    dst: Annotated[str, _option("DEVICE", "The other end.")] = "",
-    bytes: Annotated[str, _option("SIZE", "Of each transfer.")] = "",  # noqa: A002  (the option's name)
+    *,
+    plane: Annotated[str, _option("PLANE", "ub, rdma or vpc.")],
+    src: Annotated[str, _option("DEVICE", "node03/npu2/die1, node03/cpu0 or node03.")],
+    dst: Annotated[str, _option("DEVICE", "The other end.")],
+    bytes: Annotated[str, _option("SIZE", "Of each transfer.")],  # noqa: A002  (the option's name)
     flows: Annotated[str, _option("N", "At the same time.")] = "1",
     repeat: Annotated[str, _option("N", "One after the other.")] = "1",
     plan: Plan = None,
     json: Json = False,
 ) -> int:
     """Measure a path and print the closed form beside it, to the picosecond."""
-    raise InputError(file="link", key="", value="link", expected="another command: not built yet")
+    from planes import link as command
+
+    asked = command.parse(
+        plane=plane, source=src, target=dst, size=bytes, flows=flows, repeat=repeat
+    )
+    return command.link(topology, asked, plan_file=plan, json=json, command_line=_arguments)
 
 
 @app.command()
@@ -207,6 +221,7 @@ def main(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["serve", *arguments]
+    _arguments[:] = arguments
     _first_line(arguments)
     try:
         status = app(arguments, prog_name="run.py", standalone_mode=False)
@@ -220,6 +235,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error.code}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("interrupted before the run began or after it ended", file=sys.stderr)
         return 1
     return int(status or 0)
 

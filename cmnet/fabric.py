@@ -77,6 +77,7 @@ class Fabric:
         self.sequences: dict[int, int] = {}
         self._process_of = [device.process for device in machine.devices]
         self._devices_count = len(machine.devices)
+        self._ours = {d.device_id for d in machine.devices if d.process == process}
 
     # --- what planes use --------------------------------------------------------------------------
 
@@ -210,7 +211,8 @@ class Fabric:
 
     def _arm(self, port: EgressPort) -> None:
         port.armed = True
-        at_ps = max(port.server.free_ps, self.loop.now_ps)
+        free_ps, now_ps = port.server.free_ps, self.loop.now_ps
+        at_ps = free_ps if free_ps > now_ps else now_ps
         self.loop.agenda.add_port(at_ps, port.port_id, self._start_next, port)
 
     def _start_next(self, port: EgressPort) -> None:
@@ -237,20 +239,23 @@ class Fabric:
             if message.started is not None:
                 message.started(False)
             return
-        outcome = self.judge(route)
+        now_ps = self.loop.now_ps
+        outcome = _PASS if self.rules.idle(now_ps) else self.judge(route)
         if outcome.rate_num != outcome.rate_den:
             rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
-        now_ps = self.loop.now_ps
         finish_ps = port.server.serve(now_ps, message.charged_bytes, rate_bps)
         if outcome.drop:
             route.failures += 1
             self.dropped(route, message.kind)
         else:
             delay_ps = route.path.propagation_ps + outcome.delay_ps
-            if message.fence != NO_FENCE:
-                delay_ps = max(delay_ps, route.first_ps - now_ps)
-            route.first_ps = max(route.first_ps, now_ps + delay_ps)
-            times_ps = (now_ps + delay_ps, finish_ps + delay_ps)
+            first_ps = now_ps + delay_ps
+            if first_ps > route.first_ps:
+                route.first_ps = first_ps
+            elif message.fence != NO_FENCE:
+                first_ps = route.first_ps
+                delay_ps = first_ps - now_ps
+            times_ps = (first_ps, finish_ps + delay_ps)
             payload, flags = message.payload, 0
             if outcome.corrupt:
                 payload, flags = flip_a_bit(payload), frames.FLAG_CORRUPT
@@ -316,11 +321,14 @@ class Fabric:
         charged_bytes: int,
         rate_bps: int,
     ) -> None:
-        source, plane = route.source, route.plane
-        sequence = self.next_sequence(source)
+        source, plane, peer = route.source, route.plane, route.peer
+        body_bytes, payload_bytes = len(body), len(payload)
+        sequence = self.sequences.get(source, self._sequence_base) + 1
+        self.sequences[source] = sequence
+        first_ps, last_ps = times_ps
         header = (
-            len(body),
-            len(payload),
+            body_bytes,
+            payload_bytes,
             frames.MAGIC,
             kind,
             plane,
@@ -329,20 +337,20 @@ class Fabric:
             source,
             route.target,
             sequence,
-            *times_ps,
+            first_ps,
+            last_ps,
             charged_bytes,
             rate_bps,
         )
         statistics = self.statistics_of[plane]
         statistics.frames += 1
         statistics.charged_bytes += charged_bytes
-        statistics.carried_bytes += len(body) + len(payload)
-        peer = route.peer
+        statistics.carried_bytes += body_bytes + payload_bytes
         if peer is None:
             statistics.frames_in_node += 1
             self._accept(Arrival(header, body, payload))
             return
-        self.count_send(peer, times_ps[1])
+        self.count_send(peer, last_ps)
         self.carry(peer, plane, frames.HEADER.pack(*header), body, payload)
 
     def count_send(self, peer: int, at_ps: int) -> None:
@@ -366,7 +374,7 @@ class Fabric:
     def receive(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
         """A frame of another process was read. Raises FrameError or CausalityError."""
         source, target, first_ps = header[7], header[8], header[10]
-        if not self.is_here(target):
+        if target not in self._ours:
             raise FrameError(f"a frame for device {target}, which is not here")
         if source >= self._devices_count or header[4] >= len(Plane):
             raise FrameError(f"a frame of device {source} on plane {header[4]}, which is nowhere")
@@ -382,7 +390,7 @@ class Fabric:
 
     def is_here(self, device: int) -> bool:
         """It is one of our devices."""
-        return device < self._devices_count and self._process_of[device] == self.process
+        return device in self._ours
 
     def ingress_port(self, plane: int, device: int) -> IngressPort:
         """The ingress of one of our devices."""
@@ -397,7 +405,8 @@ class Fabric:
         if arrival.flags & frames.FLAG_SIGNAL:
             arrival.delivered_ps = at_ps
         else:
-            self.ingress_port(arrival.plane, arrival.target).add(arrival)
+            arrival.port = self.ingress_port(arrival.plane, arrival.target)
+            arrival.port.add(arrival)
         self.loop.agenda.add_delivery(
             at_ps, arrival.source, arrival.sequence, self._deliver, arrival
         )
@@ -405,7 +414,7 @@ class Fabric:
     def _deliver(self, arrival: Arrival) -> None:
         now_ps = self.loop.now_ps
         if arrival.delivered_ps < 0:
-            self.ingress_port(arrival.plane, arrival.target).settle(now_ps)
+            arrival.port.settle(now_ps)
         if arrival.delivered_ps > now_ps:
             self.loop.agenda.add_delivery(
                 arrival.delivered_ps, arrival.source, arrival.sequence, self._deliver, arrival
@@ -419,7 +428,8 @@ class Fabric:
             arrival.kind,
             arrival.charged_bytes,
         )
-        self.handler(arrival.kind)(arrival)
+        handler = self._handlers.get(arrival.kind) or self.handler(arrival.kind)
+        handler(arrival)
 
     def deliver_bundle(self, arriving: Any) -> None:
         """The event of a bundle, see ``bursts``."""

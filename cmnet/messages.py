@@ -32,12 +32,16 @@ class Arrival:
         "last_ps",
         "payload",
         "plane",
+        "port",
         "rate_bps",
         "sequence",
         "source",
         "target",
         "window",
     )
+
+    port: IngressPort
+    """Where it settles; a signal has none."""
 
     def __init__(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
         (
@@ -141,9 +145,9 @@ class IngressPort:
 
     def settle(self, now_ps: int) -> None:
         """Fix the delivery of all whose first byte is in; none of those can still be unknown."""
-        arrivals, receive = self.arrivals, self.server.receive
+        arrivals, receive, pop = self.arrivals, self.server.receive, heapq.heappop
         while arrivals and arrivals[0][0] <= now_ps:
-            arrival = heapq.heappop(arrivals)[3]
+            arrival = pop(arrivals)[3]
             arrival.delivered_ps = receive(
                 arrival.first_ps, arrival.last_ps, arrival.charged_bytes, arrival.rate_bps
             )

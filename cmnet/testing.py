@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from cmnet import entropy
-from cmnet.errors import DeadlockError
+from cmnet.errors import DeadlockError, StallError
 from cmnet.fabric import Fabric
 from cmnet.launch import agent
 from cmnet.link.rules import Rule, Rules, Switches
 from cmnet.messages import Payload
 from cmnet.record.digest import Digest, fold
 from cmnet.topology.machine import Machine
-from cmnet.units import NEVER_PS
+from cmnet.units import NEVER_PS, PS_PER_S, format_ps
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
+
+
+STALL_PS = 600 * PS_PER_S
+"""Design 1.7, as in the supervisor."""
 
 
 class _LocalAgent:
@@ -54,6 +58,11 @@ class _LocalAgent:
         self._finished_at_ps = at_ps
         self._local.finished.set()
 
+    def fail(self, error: BaseException) -> None:
+        """A task of a program raised."""
+        self._local.failure = self._local.failure or error
+        self._local.finished.set()
+
 
 class LocalMachine:
     """All processes of a machine in one loop. ``run`` ends when a program says ``finish``."""
@@ -73,6 +82,7 @@ class LocalMachine:
         self.rules = rules
         self.loop = VirtualLoop(origin_ps=origin_ps)
         self.finished = asyncio.Event()
+        self.failure: BaseException | None = None
         for inside in ("disk", "statistics"):
             (folder / inside).mkdir(exist_ok=True)
         self.contexts = [
@@ -123,7 +133,9 @@ class LocalMachine:
         async def main() -> None:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._one(program, c)) for c in self.contexts]
+                watch = group.create_task(self._watch())
                 await self.finished.wait()
+                watch.cancel()
                 for task in tasks:
                     task.cancel()
 
@@ -134,7 +146,17 @@ class LocalMachine:
             outstanding = sum(c._agent.outstanding for c in self.contexts)
             if outstanding:
                 raise
+        if self.failure is not None:
+            raise self.failure
         return fold((f"{c.name}.0", c.fabric.digest.value()) for c in self.contexts)
+
+    async def _watch(self) -> None:
+        """The stall watchdog of the supervisor, in one process."""
+        while True:
+            await self.loop.sleep_ps(STALL_PS)
+            marked_ps = max(context._agent.marked_at_ps for context in self.contexts)
+            if self.loop.now_ps - marked_ps >= STALL_PS:
+                raise StallError(f"nothing was achieved for {format_ps(STALL_PS)}")
 
     async def _one(self, program: agent.Program, context: agent.Context) -> None:
         await program(context)

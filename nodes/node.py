@@ -157,7 +157,7 @@ class _Leading:
         for message in early:
             if message.epoch == epoch.number:
                 self._leader.hello(message)
-        self._task = self._context.loop.create_task(self._leader.run(), name="leader")
+        self._task = self._context.spawn(self._leader.run(), "leader")
 
     def _hello(self, message: messages.Hello, _: bytes, __: int) -> None:
         if self._leader is not None and message.epoch == self._epoch:

@@ -2,12 +2,14 @@
 
 Owns the structure of the model as data and what is allowed in it. Does not own how long anything
 takes (the cost model) nor how many bytes cross a socket (``--scale``, ``nodes/model/tiles.py``).
-A wrong value raises ValueError naming the key and what would be right; the loader adds the file.
+A wrong value raises FieldError naming the key and what would be right; the loader adds the file.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from cmnet.topology.quantity import FieldError
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,4 +112,4 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def _require(key: str, expected: str, *, holds: bool) -> None:
     if not holds:
-        raise ValueError(f"{key}: expected {expected}")
+        raise FieldError(key, expected)

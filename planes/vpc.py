@@ -290,6 +290,13 @@ class Vpc:
         for index, count in enumerate(msgspec.structs.astuple(transport.statistics())):
             self._past[index] += count
 
+    def close(self) -> None:
+        """Listen no more and abort every stream: the peers see resets."""
+        for server in list(self.servers.values()):
+            server.close()
+        for transport in list(self._streams.values()):
+            transport.abort()
+
     # --- messages ---------------------------------------------------------------------------------
 
     def carry(self, transport: VpcTransport, message: Message) -> None:

@@ -308,9 +308,9 @@ class VpcTransport(asyncio.Transport):
 
     def _fail(self, error: Exception, where: str) -> None:
         self._report(error, where)
+        self._lose(error)
         self.stream.abort()
         self._settle()
-        self._lose(error)
 
     def _report(self, error: Exception, where: str) -> None:
         self._loop.call_exception_handler(

@@ -14,15 +14,15 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cmnet import entropy
-from cmnet.errors import FrameError, NodeFailedError
-from cmnet.fabric import Fabric
+from cmnet.errors import FrameError, NodeFailedError, SpinError
+from cmnet.fabric import INCARNATION_SHIFT, Fabric
 from cmnet.link.rules import Rule, Rules, Switches
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine
@@ -33,6 +33,9 @@ from cmnet.wire import control
 from cmnet.wire.mesh import Address, Mesh
 
 Program = Callable[["Context"], Awaitable[None]]
+
+TEXT_CHARACTERS_MAX = 8_000
+"""Of an error or a stack in a control message: two of them fit a packet in any script."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,7 @@ class Context:
         self.disk = Path(agent.assignment.run_folder) / "disk" / self.name
         self.run_folder = Path(agent.assignment.run_folder)
         self.on_statistics: Callable[[], dict[str, Any]] = dict
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def stream(self, name: str) -> entropy.Stream:
         """The random stream of this process, incarnation and name."""
@@ -88,6 +92,19 @@ class Context:
     def outstanding(self, change: int) -> None:
         """Work taken on (+) or done (-); a run that stops with work outstanding is a deadlock."""
         self._agent.outstanding += change
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that outlives its maker; if it raises, the process fails at once."""
+        task = self.loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_done)
+        return task
+
+    def _spawned_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._agent.fail(error)
 
     def finish(self) -> None:
         """The run's purpose is reached now."""
@@ -115,12 +132,14 @@ class Agent:
         self.finished_at_ps = NEVER_PS
         self.outstanding = 0
         self._control = control_socket
+        self._packet = bytearray(control.PACKET_BYTES_MAX)
         self._gate = WindowGate()
         self._granted = False
         self._ran = False
         self._barrier = False
-        self._failed = False
-        self._dead: dict[int, int] = {}
+        self.failed = False
+        self._dead: dict[tuple[int, int], int] = {}
+        """(process, incarnation) -> the window from which on its frames never happened."""
         self._program = program
         self._journal = self._open_journal()
         digest = Digest(None if self._journal is None else self._journal.write)
@@ -132,9 +151,10 @@ class Agent:
             addresses=list(assignment.addresses),
             socket_buffer_bytes=assignment.socket_buffer_bytes,
             on_frame=self._frame_read,
-            on_broken=self._fail,
+            on_broken=self.fail,
         )
-        self.mesh.on_flushed = self._proceed
+        self.mesh.on_flushed = self.mesh.on_read = self._proceed
+        self.mesh.on_blocked = self._blocked
         self.fabric = Fabric(
             loop=self.loop,
             machine=machine,
@@ -178,6 +198,7 @@ class Agent:
         for peer, address in enumerate(self.assignment.addresses):
             if peer != self.assignment.process and address is not None:
                 self.mesh.connect(peer, 0)
+        self.mesh.read()
         task = self.loop.create_task(self._main(), name="program")
         gc.collect()
         gc.freeze()
@@ -192,11 +213,11 @@ class Agent:
         try:
             await self._program(self.context)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _callback_failed(self, _: object, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self._fail(error if error is not None else NodeFailedError(context["message"]))
+        self.fail(error if error is not None else NodeFailedError(context["message"]))
 
     # --- control ----------------------------------------------------------------------------------
 
@@ -207,33 +228,38 @@ class Agent:
             os._exit(1)  # the conductor is gone, and with it the run
 
     def _control_readable(self) -> None:
+        packet = self._packet
         try:
-            data = self._control.recv(control.PACKET_BYTES_MAX)
+            count = self._control.recv_into(packet)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             os._exit(1)
-        if data[0] == control.GRANT:
-            window, horizon_ps, frames_expected, self._barrier = control.decode_grant(data)
+        if packet[0] == control.GRANT:
+            window, horizon_ps, frames_expected, self._barrier = control.decode_grant(packet)
+            self.mesh.unwatch()  # whoever was blocked by us has reported since
             self._gate.granted(window, horizon_ps, frames_expected)
             self._granted, self._ran = True, False
             self._proceed()
         else:
-            self._handle_rare(control.decode_rare(data))
+            self._handle_rare(control.decode_rare(bytes(packet[:count])))
 
     def _handle_rare(self, message: dict[str, Any]) -> None:
         match message["what"]:
             case "peer_down":
                 peer, window = message["process"], message["window"]
-                self._dead[peer] = window
+                self._dead[peer, message["incarnation"]] = window
+                while self.mesh.read():
+                    pass  # what it sent before it died, greetings too: a new incarnation ends those
                 self.mesh.peer_down(peer)
                 self._gate.forget(peer, window)
                 self.fabric.forget(peer, window)
             case "peer_up":
-                self._dead.pop(message["process"], None)
                 self.mesh.peer_up(message["process"], msgspec.convert(message["address"], Address))
+            case "read":
+                self.mesh.watch()
             case "statistics":
                 self._write_statistics()
                 self._send(control.encode_rare("statistics"))
@@ -273,21 +299,32 @@ class Agent:
         self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | bytearray
     ) -> None:
         window = header[6]
-        dead_window = self._dead.get(peer)
-        if dead_window is not None and window >= dead_window:
-            return
+        if self._dead:
+            dead_window = self._dead.get((peer, header[9] >> INCARNATION_SHIFT))
+            if dead_window is not None and window >= dead_window:
+                return
         self.fabric.receive(header, body, payload)
         self._gate.frame_read(peer, window)
-        if self._granted and not self._ran:
-            self._proceed()
+
+    def _read_expected(self) -> bool:
+        """Read the frames that the grant names; False if some are still on their way (over TCP)."""
+        while not self._gate.open():
+            if not self.mesh.read():
+                self.mesh.watch()
+                return False
+        return True
+
+    def _blocked(self, peer: int) -> None:
+        """The kernel holds all that it can for a peer, which reads only when it has a grant."""
+        self._send(control.encode_rare("blocked", by=peer))
 
     def _proceed(self) -> None:
         """Go on with the pending grant as far as possible."""
-        if self._failed or not self._granted:
+        if self.failed or not self._granted:
             return
         gate = self._gate
         if not self._ran:
-            if not gate.open():
+            if not self._read_expected():
                 return
             self.fabric.window = gate.window
             try:
@@ -295,7 +332,7 @@ class Agent:
                     self.mesh.flush()
                     return
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
                 return
             self._ran = True
             self.fabric.ran_to_ps = gate.horizon_ps
@@ -317,22 +354,28 @@ class Agent:
         )
         self._send(control.encode_report(report))
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failed:
+    def fail(self, error: BaseException) -> None:
+        """This process cannot go on: the run ends with this error."""
+        if self.failed:
             return
-        self._failed = True
+        self.failed = True
         stack = "".join(traceback.format_exception(error))
-        waits = self._waits() if type(error).__name__ == "SpinError" else []
+        waits = self._waits() if isinstance(error, SpinError) else []
         self._send(
             control.encode_rare(
                 "failed",
                 code=getattr(error, "code", "BUG"),
-                error=f"{type(error).__name__}: {error}",
+                error=_short(f"{type(error).__name__}: {error}"),
                 at_ps=self.loop.now_ps,
-                stack=stack[-12_000:],
+                stack=_short(stack),
                 waits=waits,
             )
         )
+
+
+def _short(text: str) -> str:
+    """Text that fits a control packet: its last part, and encodable."""
+    return text[-TEXT_CHARACTERS_MAX:].encode(errors="replace").decode()
 
 
 def prepare_process(run_folder: str, name: str) -> None:

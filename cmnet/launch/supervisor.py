@@ -7,8 +7,10 @@ do, nor the report: it returns a ``RunResult``. Everything that a run started en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -16,15 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import uvloop
 
-from cmnet.errors import LaunchError
 from cmnet.launch import agent
+from cmnet.launch.run import DeathRecord as DeathRecord
+from cmnet.launch.run import NodeFault as NodeFault
+from cmnet.launch.run import RunResult as RunResult
+from cmnet.launch.run import Settings as Settings
+from cmnet.launch.run import make_run_folder as make_run_folder
 from cmnet.launch.zygote import Zygote
-from cmnet.link.rules import Rule
 from cmnet.record import digest
 from cmnet.topology.machine import Machine
 from cmnet.units import NEVER_PS, PS_PER_S, format_ps
@@ -33,76 +38,12 @@ from cmnet.vtime.horizon import Death, Horizon
 from cmnet.wire.mesh import Address
 
 READY_TIMEOUT_S = 60.0
-SILENT_TIMEOUT_S = 60.0
-"""Wall seconds without an answer to a grant (design 1.7)."""
 STALL_PS = 600 * PS_PER_S
 """Virtual time with work outstanding and no application mark (design 1.7)."""
-
-
-class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A node dies or comes back at an instant."""
-
-    at_ps: int
-    kind: Literal["kill", "restart"]
-    process: int
-
-
-class DeathRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A death as the run's record keeps it; it replays as a planned kill."""
-
-    process: int
-    name: str
-    at_ps: int
-    planned: bool
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is started with, beside machine and program."""
-
-    seed: int = 0
-    start_order: Literal["listed", "random", "reverse"] = "listed"
-    socket_buffer_bytes: int = 4 << 20
-    journal: bool = False
-    rules: list[Rule] = []
-    node_faults: list[NodeFault] = []
-    program: dict[str, Any] = {}
-    """Handed to every process as it is; JSON-able."""
-    silent_timeout_s: float = SILENT_TIMEOUT_S
-
-
-class RunResult(msgspec.Struct, kw_only=True):
-    """What a run was. ``error`` is empty when it reached its purpose."""
-
-    folder: str
-    digest: str = ""
-    windows: int = 0
-    grants: int = 0
-    virtual_ps: int = 0
-    launch_s: float = 0.0
-    wall_s: float = 0.0
-    deaths: list[DeathRecord] = []
-    not_reached: list[NodeFault] = []
-    error: str = ""
-    error_code: str = ""
-    detail: str = ""
-    interrupted: bool = False
-    socket_buffer_bytes: int = 0
-
-
-def make_run_folder(parent: Path, word: str) -> Path:
-    """A new private folder runs/<time>-<word>-<n>."""
-    parent.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in range(1000):
-        folder = parent / (f"{stamp}-{word}" + (f"-{number}" if number else ""))
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        for inside in ("disk", "journal", "statistics", "stacks"):
-            (folder / inside).mkdir(mode=0o700)
-        return folder
-    raise LaunchError(f"no free name for a run folder in {parent}")
+WHY_TIMEOUT_S = 5.0
+"""For the answers to "what do you wait for"; who spins does not answer."""
+GONE_TIMEOUT_S = 5.0
+"""For the kernel to end a process that was killed; it takes milliseconds."""
 
 
 class Supervisor:
@@ -137,7 +78,11 @@ class Supervisor:
         self._ready: set[int] = set()
         self._awaited: set[int] = set()
         self._statistics_due: set[int] = set()
+        self._why_due: set[int] = set()
         self._because: dict[int, list[str]] = {}
+        self._died_at_ps: dict[int, int] = {}
+        """When a process last died by itself."""
+        self._bug: BaseException | None = None
         self._faults = sorted(settings.node_faults, key=lambda fault: fault.at_ps)
         self._end_ps = NEVER_PS
         self._ending = False
@@ -150,12 +95,19 @@ class Supervisor:
     def run(self) -> RunResult:
         """Up, run, down."""
         loop = uvloop.new_event_loop()
+        loop.set_exception_handler(self._callback_failed)
         try:
             self._set_up(loop)
             loop.run_forever()
         finally:
             self._take_down(loop)
+        if self._bug is not None:
+            raise self._bug
         return self.result
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._bug = context.get("exception") or RuntimeError(context["message"])
+        loop.stop()
 
     def _set_up(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -183,7 +135,8 @@ class Supervisor:
         for process, (ours, theirs) in pairs.items():
             theirs.close()
             self.pids[process] = pids[process]
-            self._pidfds[process] = os.pidfd_open(pids[process])
+            with contextlib.suppress(ProcessLookupError):  # dead already: its control socket ends
+                self._pidfds[process] = os.pidfd_open(pids[process])
             self.conductor.attach(process, ours)
         self._ready_deadline = time.monotonic() + READY_TIMEOUT_S
 
@@ -214,8 +167,8 @@ class Supervisor:
         for process in range(self.processes_count):
             self.conductor.detach(process)
         self._zygote.close()
-        for fd in self._pidfds.values():
-            os.close(fd)
+        for process in list(self._pidfds):
+            self._wait_until_gone(process)
         loop.close()
         shutil.rmtree(self._socket_folder, ignore_errors=True)
 
@@ -226,9 +179,7 @@ class Supervisor:
         match message["what"]:
             case "ready":
                 self.horizon.join(process, message["next_at_ps"])
-                self._awaited.discard(process)
-                if not self._awaited:
-                    self._on_ready()
+                self._no_longer_awaited(process)
             case "failed":
                 name = self.machine.processes[process].name
                 waits = "\n".join(message["waits"])
@@ -243,8 +194,12 @@ class Supervisor:
                     self._loop.stop()
             case "because":
                 self._because[process] = message["waits"]
-                if len(self._because) == len(self.horizon.alive()):
-                    self._explained()
+                self._no_longer_asked(process)
+
+    def _no_longer_awaited(self, process: int) -> None:
+        self._awaited.discard(process)
+        if not self._awaited:
+            self._on_ready()
 
     def _begin(self) -> None:
         self.result.launch_s = time.perf_counter() - self._started
@@ -255,8 +210,14 @@ class Supervisor:
         self.conductor.on_window = self._window_closed
         self.conductor.go()
 
+    def _go_on(self) -> None:
+        if not (self._ending or self.result.error):
+            self.conductor.go()
+
     def _window_closed(self) -> None:
-        if self._end_ps == NEVER_PS:
+        if self.result.interrupted:
+            self._end()
+        elif self._end_ps == NEVER_PS:
             finished = min(state.finished_at_ps for state in self.conductor.states)
             if finished < NEVER_PS:
                 # no window reaches beyond this, so the end is the same however windows fell
@@ -265,6 +226,8 @@ class Supervisor:
 
     def stopped(self, at_ps: int) -> None:
         """A barrier: the plan's faults of this instant, or the end."""
+        if self._ending or self.result.error:
+            return
         if at_ps == self._end_ps:
             self._end()
             return
@@ -272,17 +235,22 @@ class Supervisor:
         assert fault.at_ps == at_ps
         if fault.kind == "kill":
             self._kill(fault.process, at_ps)
-        elif fault.process not in self.horizon.alive():
+        elif self._may_restart(fault.process, at_ps):
             self._restart(fault.process, at_ps)
             return
-        self.conductor.go()
+        self._go_on()
+
+    def _may_restart(self, process: int, at_ps: int) -> bool:
+        """Not if it lives. Nor if it died by itself at this very instant: that death counts as after
+        the plan's faults of the instant, as it does when it replays."""
+        return process not in self.horizon.alive() and self._died_at_ps.get(process, -1) != at_ps
 
     def nothing_left(self) -> None:
         """No event anywhere: the end, or a deadlock if work is outstanding."""
         outstanding = sum(state.outstanding for state in self.conductor.states)
         if outstanding:
-            self._error = f"{outstanding} pieces of work are outstanding and nothing will happen"
-            self._ask_why(self._error, "DEADLOCK")
+            error = f"{outstanding} pieces of work are outstanding and nothing will happen"
+            self._ask_why(error, "DEADLOCK")
         else:
             self._end()
 
@@ -319,19 +287,14 @@ class Supervisor:
         return digest.fold(entries)
 
     def interrupt(self) -> None:
-        """Ctrl-C: end after the window in progress, with a report of what was done."""
+        """Ctrl-C: end after the window in progress, with a report of what was done; the second time,
+        and before or after the run proper, at once."""
+        at_once = self.result.interrupted or not self._running
         self.result.interrupted = True
-        if not self._running:
+        if at_once:
             self._loop.stop()
-            return
-        self.conductor.pause()
-        self._end_when_closed()
-
-    def _end_when_closed(self) -> None:
-        if self.horizon.closed:
+        elif self.horizon.closed:
             self._end()
-        else:
-            self._loop.call_later(0.01, self._end_when_closed)
 
     # --- death ------------------------------------------------------------------------------------
 
@@ -343,25 +306,33 @@ class Supervisor:
         self._bury(self.horizon.died(process), at_ps, planned=True)
 
     def died(self, death: Death) -> None:
-        """A process ended by itself."""
-        process = death.process
-        if not self._running or not self.machine.processes[process].is_node:
-            name = self.machine.processes[process].name
-            self._bury(death, death.at_ps, planned=False)
-            if not self._ending:
-                self._fail(f"{name} ended by itself", code="LAUNCH")
-            self._statistics_due.discard(process)
-            if self._ending and not self._statistics_due:
-                self._loop.stop()
+        """A process ended by itself: a node is a death of the record, anything else ends the run."""
+        process, name = death.process, self.machine.processes[death.process].name
+        if self._zygote.ended():
+            self._fail("the process that forks all others ended by itself", code="LAUNCH")
             return
-        self._unplanned_windows[process] = death.window
+        if process not in self._awaited and self.conductor.states[process].window:
+            self._unplanned_windows[process] = death.window
+        self._died_at_ps[process] = death.at_ps
         self._bury(death, death.at_ps, planned=False)
+        if self._ending:
+            self._statistics_due.discard(process)
+            if not self._statistics_due:
+                self._loop.stop()
+        elif not self._running:
+            self._fail(f"{name} ended before it was ready", code="LAUNCH")
+        elif not self.machine.processes[process].is_node:
+            self._fail(f"{name} ended by itself", code="NODE_FAILED")
+        elif process in self._awaited:
+            self._no_longer_awaited(process)
+        elif self._why_due:
+            self._no_longer_asked(process)
 
     def _bury(self, death: Death, at_ps: int, *, planned: bool) -> None:
         process = death.process
         if planned:
             self._unplanned_windows.pop(process, None)
-        os.close(self._pidfds.pop(process))
+        self._wait_until_gone(process)
         self._addresses[process] = None
         self._ended_digests[process].append(self.conductor.states[process].digest)
         self.result.deaths.append(
@@ -372,12 +343,34 @@ class Supervisor:
                 planned=planned,
             )
         )
-        self.conductor.tell_all("peer_down", process=process, window=death.window)
+        self.conductor.tell_all(
+            "peer_down",
+            process=process,
+            incarnation=self._incarnations[process],
+            window=death.window,
+        )
+
+    def _wait_until_gone(self, process: int) -> None:
+        """Its disk has no other user then. It is dying; if not, it is killed."""
+        fd = self._pidfds.pop(process, None)
+        if fd is None:
+            return
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if not poll.poll(1000 * GONE_TIMEOUT_S):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            poll.poll(1000 * GONE_TIMEOUT_S)
+        os.close(fd)
 
     def _restart(self, process: int, at_ps: int) -> None:
         self._incarnations[process] += 1
-        self._on_ready = self.conductor.go
-        self._spawn([process], start_ps=at_ps)
+        self._on_ready = self._go_on
+        try:
+            self._spawn([process], start_ps=at_ps)
+        except OSError as error:
+            name = self.machine.processes[process].name
+            self._fail(f"{name} cannot be started again: {error}", code="LAUNCH")
+            return
         address = msgspec.to_builtins(self._addresses[process])
         for peer in self.horizon.alive():
             self.conductor.tell(peer, "peer_up", process=process, address=address)
@@ -390,7 +383,9 @@ class Supervisor:
         now = time.monotonic()
         if self._progress is not None:
             self._progress(self)
-        if (self._awaited or self._statistics_due) and now > self._ready_deadline:
+        if self._why_due and now > self._ready_deadline:
+            self._explained()
+        elif (self._awaited or self._statistics_due) and now > self._ready_deadline:
             late = sorted(self._awaited or self._statistics_due)
             self._late(late, "did not become ready" if self._awaited else "did not answer")
         elif self._running:
@@ -406,10 +401,8 @@ class Supervisor:
             if process in self._pidfds:
                 signal.pidfd_send_signal(self._pidfds[process], signal.SIGUSR1)
         names = ", ".join(self.machine.processes[process].name for process in processes[:8])
-        time.sleep(0.2)
-        self._running = False
+        time.sleep(0.2)  # for the stacks to be written
         self._fail(f"{names} {what}", code="SILENT", detail=self._stacks(processes[:3]))
-        self._loop.stop()
 
     def _stacks(self, processes: list[int]) -> str:
         texts = []
@@ -421,7 +414,7 @@ class Supervisor:
 
     def _look_for_stall(self) -> None:
         states = self.conductor.states
-        if any(state.outstanding for state in states):
+        if not self._why_due and any(state.outstanding for state in states):
             marked_ps = max(state.marked_at_ps for state in states)
             if self.horizon.horizon_ps - marked_ps > STALL_PS:
                 self.conductor.pause()
@@ -430,9 +423,17 @@ class Supervisor:
     def _ask_why(self, error: str, code: str) -> None:
         self.result.error, self.result.error_code = error, code
         self._because = {}
+        self._why_due = set(self.horizon.alive())
+        self._ready_deadline = time.monotonic() + WHY_TIMEOUT_S
         self.conductor.tell_all("why")
 
+    def _no_longer_asked(self, process: int) -> None:
+        self._why_due.discard(process)
+        if not self._why_due:
+            self._explained()
+
     def _explained(self) -> None:
+        self._why_due = set()
         lines = []
         for process, waits in sorted(self._because.items()):
             lines += [f"{self.machine.processes[process].name}: {wait}" for wait in waits]
@@ -440,18 +441,14 @@ class Supervisor:
         self._end()
 
     def _fail(self, error: str, *, code: str, detail: str = "") -> None:
-        if self.result.error:
-            return
-        self.result.error, self.result.error_code, self.result.detail = error, code, detail
+        """The run ends now, with the first error; nobody is asked anything more."""
+        result = self.result
+        if not result.error:
+            result.error, result.error_code, result.detail = error, code, detail
         self.conductor.pause()
         if self._running:
-            self._end_failed()
-        else:
-            self._loop.stop()
-
-    def _end_failed(self) -> None:
-        self._running = False
-        self.result.wall_s = time.perf_counter() - self._first_grant
-        self.result.windows, self.result.grants = self.horizon.window, self.horizon.grants_count
-        self.result.virtual_ps = self.horizon.horizon_ps
+            self._running = False
+            result.wall_s = time.perf_counter() - self._first_grant
+            result.windows, result.grants = self.horizon.window, self.horizon.grants_count
+            result.virtual_ps = self.horizon.horizon_ps
         self._loop.stop()

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ class Zygote:
             _live(machine, program, socket_folder, theirs, supervisor, inherited)
         theirs.close()
         self._socket = ours
+        self._order_file = _order_file(socket_folder)
 
     def listen(self, processes: list[int], incarnation: int) -> list[mesh.Address]:
         """Bind the listeners of processes that are forked next."""
@@ -54,11 +56,12 @@ class Zygote:
         self, assignments: list[agent.Assignment], controls: list[socket.socket]
     ) -> dict[int, int]:
         """Fork processes; each gets its end of a control socket. Returns pid by process index."""
-        shared = msgspec.to_builtins(assignments[0], enc_hook=effects.enc_hook) | {"what": "fork"}
+        shared = msgspec.to_builtins(assignments[0], enc_hook=effects.enc_hook)
         shared["token"] = assignments[0].token.hex()
         shared["processes"] = [assignment.process for assignment in assignments]
+        self._order_file.write_bytes(msgspec.json.encode(shared))
         fds = [control.fileno() for control in controls]
-        socket.send_fds(self._socket, [msgspec.json.encode(shared)], fds)
+        socket.send_fds(self._socket, [msgspec.json.encode({"what": "fork"})], fds)
         pids: list[int] = msgspec.json.decode(self._receive())
         return dict(zip(shared["processes"], pids, strict=True))
 
@@ -71,10 +74,24 @@ class Zygote:
             raise ChildProcessError("the zygote ended")
         return data
 
+    def ended(self) -> bool:
+        """It ended by itself; its children see that later than we do."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+
     def close(self) -> None:
         """End the zygote and all its children; returns when it is gone."""
         self._socket.close()
         os.waitpid(self.pid, 0)
+
+
+def _order_file(socket_folder: str) -> Path:
+    """Where a fork order's content is: a workload in the settings may be larger than any packet."""
+    return Path(socket_folder) / "order.json"
 
 
 def _live(
@@ -140,6 +157,7 @@ def _obey(
                 addresses.append(address)
             orders.send(msgspec.json.encode(addresses))
         else:
+            order = msgspec.json.decode(_order_file(socket_folder).read_bytes())
             orders.send(
                 msgspec.json.encode(_fork_all(machine, program, orders, order, listeners, fds))
             )
@@ -192,7 +210,6 @@ def _become(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         deathsig.die_with_parent(zygote)
-        order.pop("what")
         order.pop("processes")
         assignment = msgspec.convert(order, agent.Assignment, dec_hook=effects.dec_hook)
         name = machine.processes[assignment.process].name

@@ -38,7 +38,9 @@ class Server:
         Arrivals must come sorted by (first byte, source, sequence). Returns the delivery:
         max(last byte, max(first byte, free) + bytes / rate).
         """
-        delivered_ps = self.serve(max(first_ps, self.free_ps), charged_bytes, rate_bps)
+        free_ps = self.free_ps
+        start_ps = first_ps if first_ps > free_ps else free_ps
+        delivered_ps = self.serve(start_ps, charged_bytes, rate_bps)
         if last_ps > delivered_ps:
             self.free_ps = delivered_ps = last_ps
             self._rate_bps = 0

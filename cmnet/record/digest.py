@@ -21,11 +21,14 @@ Write = Callable[[str], object]
 class Digest:
     """Folds events in the order in which they happen."""
 
-    __slots__ = ("_hash", "_pack", "_update", "_write")
+    __slots__ = ("_add", "_hash", "_pack", "_parts", "_value", "_write")
 
     def __init__(self, write: Write | None = None) -> None:
         self._hash = xxhash.xxh3_128()
-        self._update = self._hash.update
+        self._parts: list[bytes] = []
+        """Folded when the value is asked for: one update a window instead of one an event."""
+        self._add = self._parts.append
+        self._value = self._hash.digest()
         self._pack = _DELIVERY.pack
         self._write = write
 
@@ -33,7 +36,7 @@ class Digest:
         self, at_ps: int, source: int, target: int, sequence: int, kind: int, charged_bytes: int
     ) -> None:
         """A message reached its device."""
-        self._update(self._pack(1, at_ps, source, target, sequence, kind, charged_bytes))
+        self._add(self._pack(1, at_ps, source, target, sequence, kind, charged_bytes))
         if self._write is not None:
             self._write(f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n")
 
@@ -42,7 +45,7 @@ class Digest:
     ) -> None:
         """Many at once of one source and kind: (at_ps, sequence, target, charged bytes) in order."""
         pack = self._pack
-        self._update(
+        self._add(
             b"".join([pack(1, at, source, target, n, kind, c) for at, n, target, c in messages])
         )
         if self._write is not None:
@@ -53,19 +56,23 @@ class Digest:
 
     def drop(self, at_ps: int, source: int, target: int, sequence: int, kind: int) -> None:
         """A rule dropped a message at its egress."""
-        self._update(_DROP.pack(2, at_ps, source, target, sequence, kind))
+        self._add(_DROP.pack(2, at_ps, source, target, sequence, kind))
         if self._write is not None:
             self._write(f"{at_ps} drop {source} {target} {sequence} {kind}\n")
 
     def mark(self, at_ps: int, text: str) -> None:
         """The application achieved something."""
-        self._update(b"\3" + at_ps.to_bytes(8, "little") + text.encode() + b"\0")
+        self._add(b"\3" + at_ps.to_bytes(8, "little") + text.encode() + b"\0")
         if self._write is not None:
             self._write(f"{at_ps} mark {text}\n")
 
     def value(self) -> bytes:
         """The digest so far, 16 bytes."""
-        return self._hash.digest()
+        if self._parts:
+            self._hash.update(b"".join(self._parts))
+            self._parts.clear()
+            self._value = self._hash.digest()
+        return self._value
 
 
 def fold(digests: Iterable[tuple[str, bytes]]) -> str:

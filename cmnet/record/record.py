@@ -1,6 +1,6 @@
 """What a run was, on disk: enough to repeat it and to print its report again.
 
-Owns the run's folder names, ``record.json`` and ``topology.yaml`` in it, and how a run is named on
+Owns the run's folder names, ``record.json`` in it, and how a run is named on
 the command line. Written once before the run, so that a run whose supervisor was killed still says
 what it was, and again at its end. Does not own the journals, the statistics, nor what the program
 writes beside them.
@@ -12,13 +12,15 @@ import hashlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cmnet.errors import InputError
+from cmnet.topology import document, load
+from cmnet.topology.machine import Machine
 
 FILE = "record.json"
 RUNS = Path("runs")
@@ -40,12 +42,12 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended. ``error`` is empty if it reached its purpose."""
 
-    digest: str
-    windows: int
-    grants: int
-    virtual_ps: int
-    launch_s: float
-    wall_s: float
+    digest: str = ""
+    windows: int = 0
+    grants: int = 0
+    virtual_ps: int = 0
+    launch_s: float = 0.0
+    wall_s: float = 0.0
     deaths: list[Death] = []
     not_reached: list[str] = []
     """Node faults of the plan that were later than the end, in words."""
@@ -53,8 +55,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = ""
     detail: str = ""
     interrupted: bool = False
-    socket_buffer_bytes: int = 0
-    """What the kernel allowed."""
+    socket_buffer_bytes: int | None = None
+    """What the kernel allowed, where it is known."""
+
+    def ended_like(self, other: Outcome) -> bool:
+        """Whether both did the same things and ended in the same way."""
+        return (self.digest, self.error_code) == (other.digest, other.error_code)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +74,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     plan: dict[str, Any]
     options: dict[str, Any]
     """Of the command; it alone knows their meaning."""
-    facts: dict[str, Any] = {}
-    """What the command wants to find again: fingerprint of its model, digest of its trace."""
     versions: dict[str, str] = {}
     started: str = ""
     """Wall time, for people."""
@@ -140,9 +144,19 @@ def claim(folder: Path) -> Path:
     return folder
 
 
+def machine(
+    record: Record, *, extensions: Mapping[str, type[msgspec.Struct]] | None = None
+) -> Machine:
+    """The machine of a run, from the record's own text. Raises InputError."""
+    file, text = record.topology_file, record.topology_text
+    data = document.parse(file, text)
+    read_again = document.Document(file=file, text=text, data=data, origins={})
+    return load.build(read_again, extensions=extensions or {})
+
+
 def differences(first: Record, second: Record) -> list[str]:
     """What the two were told differently: the names of parts."""
-    parts: Sequence[str] = ("command", "topology_text", "seed", "plan", "options", "facts")
+    parts: Sequence[str] = ("command", "topology_text", "seed", "plan", "options")
     return [name for name in parts if getattr(first, name) != getattr(second, name)]
 
 

@@ -22,7 +22,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[Row]
     note: str = ""
 
 
@@ -58,25 +58,33 @@ class Screen:
         from rich.table import Table as Drawn
         from rich.text import Text
 
-        drawn = Drawn(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        drawn = Drawn(
+            title=table.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+        )
         for name in table.columns:
-            drawn.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+            right = name.startswith(">")
+            drawn.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=right)
         for row in table.rows:
             drawn.add_row(*(Text(cell) for cell in row))
         console = Console(file=self._people)
         console.print(drawn)
         if table.note:
             console.print(Text(table.note, style="dim"))
+        console.print()
 
 
 def plain(table: Table) -> list[str]:
     """The lines of a table as plain text."""
     names = tuple(name.lstrip(">") for name in table.columns)
     widths = [max(map(len, column)) for column in zip(names, *table.rows, strict=True)]
-    right = [name[0] == ">" for name in table.columns]
+    right = [name.startswith(">") for name in table.columns]
     lines = [table.title] if table.title else []
     lines += ["  " + _aligned(row, widths, right) for row in (names, *table.rows)]
-    return lines + ([f"  ({table.note})"] if table.note else [])
+    return lines + [f"  {line}" for line in table.note.splitlines()]
 
 
 def _aligned(row: Row, widths: list[int], right: list[bool]) -> str:

@@ -8,6 +8,7 @@ unique together, so the callable is never compared.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -48,17 +49,16 @@ class Agenda:
         """The instant of the least event, NEVER_PS if there is none."""
         return self.heap[0][0] if self.heap else NEVER_PS
 
-    def take_instant(self) -> list[Event]:
-        """Remove and return all events of the least instant, in order.
+    def take_instant(self, instant: deque[Event]) -> None:
+        """Move all events of the least instant, in order, to the end of ``instant``.
 
-        What these events add for the same instant is in a later call's list.
+        What these events add for the same instant is moved by a later call.
         """
         heap, pop = self.heap, heapq.heappop
         at_ps = heap[0][0]
-        events = [pop(heap)]
+        instant.append(pop(heap))
         while heap and heap[0][0] == at_ps:
-            events.append(pop(heap))
-        return events
+            instant.append(pop(heap))
 
     def drop_head(self) -> None:
         """Remove the least event (the loop does so with timers that were cancelled)."""

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cmnet.record.digest import Digest
 from cmnet.units import NEVER_PS
 from cmnet.vtime.horizon import Death, Horizon
 from cmnet.wire import control
@@ -36,21 +37,19 @@ class Watcher(Protocol):
 class State:
     """What a process last reported."""
 
-    __slots__ = (
-        "digest",
-        "digest_before",
-        "finished_at_ps",
-        "marked_at_ps",
-        "outstanding",
-        "window",
-    )
+    __slots__ = ("before", "digest", "finished_at_ps", "marked_at_ps", "outstanding", "window")
 
     def __init__(self) -> None:
-        self.digest = self.digest_before = b"\0" * 16
+        self.digest = Digest().value()
         self.window = 0
         self.outstanding = 0
         self.marked_at_ps = 0
         self.finished_at_ps = NEVER_PS
+        self.before = (self.digest, 0, NEVER_PS)
+
+    def undo(self) -> None:
+        """The last report did not happen."""
+        self.digest, self.marked_at_ps, self.finished_at_ps = self.before
 
 
 class Conductor:
@@ -82,11 +81,11 @@ class Conductor:
             self._loop.remove_reader(sock.fileno())
             sock.close()
 
-    def tell(self, process: int, what: str, **fields: Any) -> None:
+    def tell(self, process: int, what: str, /, **fields: Any) -> None:
         """Send a rare message; one to a process that is just dying is lost."""
         self._send(process, control.encode_rare(what, **fields))
 
-    def tell_all(self, what: str, **fields: Any) -> None:
+    def tell_all(self, what: str, /, **fields: Any) -> None:
         """Send a rare message to every process that lives."""
         packet = control.encode_rare(what, **fields)
         for process in list(self._sockets):
@@ -141,12 +140,19 @@ class Conductor:
         elif data[0] == control.REPORT:
             self._reported(process, data)
         else:
-            self._watcher.said(process, control.decode_rare(data))
+            self._said(process, control.decode_rare(data))
+
+    def _said(self, process: int, message: dict[str, Any]) -> None:
+        if message["what"] == "blocked":
+            self.tell(message["by"], "read")
+        else:
+            self._watcher.said(process, message)
 
     def _reported(self, process: int, data: bytes) -> None:
         report = control.decode_report(data)
         state = self.states[process]
-        state.digest_before, state.digest = state.digest, report.digest
+        state.before = (state.digest, state.marked_at_ps, state.finished_at_ps)
+        state.digest = report.digest
         state.window = report.window
         state.outstanding = report.outstanding
         state.marked_at_ps = report.marked_at_ps
@@ -162,7 +168,7 @@ class Conductor:
         death = self.horizon.died(process)
         state = self.states[process]
         if state.window >= death.window:
-            state.digest = state.digest_before
+            state.undo()
         state.outstanding = 0
         self._watcher.died(death)
         if was_open and self.horizon.closed:

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import uvloop
 
@@ -28,6 +28,7 @@ from cmnet.units import NEVER_PS, PS_PER_S, format_ps, nearest_ps
 from cmnet.vtime.agenda import Agenda, Event
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 SPIN_LIMIT = 1_000_000
 """Callbacks without the clock moving after which a node counts as spinning (design 1.7)."""
@@ -124,7 +125,7 @@ class VirtualLoop(uvloop.Loop):
     # --- callbacks and timers ---------------------------------------------------------------------
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
@@ -133,7 +134,7 @@ class VirtualLoop(uvloop.Loop):
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """From the loop's thread: call_soon. From a held thread: runs at the hold's instant.
         From any other thread: RuntimeError, since there is no instant at which it could run."""
@@ -147,14 +148,22 @@ class VirtualLoop(uvloop.Loop):
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """After ``delay`` seconds to the nearest picosecond, at least 1 if positive."""
         delay_ps = max(nearest_ps(delay), 1) if delay > 0 else 0
         return self.call_at_ps(self.now_ps + delay_ps, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """At the nearest picosecond whose ``time()`` is not before ``when``: none fires early."""
         at_ps = nearest_ps(when) - self._origin_ps
@@ -163,19 +172,27 @@ class VirtualLoop(uvloop.Loop):
         return self.call_at_ps(max(at_ps, self.now_ps), callback, *args, context=context)
 
     def call_at_ps(
-        self, at_ps: int, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        at_ps: int,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """At an instant, which must not lie in the past nor beyond int64 picoseconds."""
         assert self.now_ps <= at_ps < NEVER_PS, (self.now_ps, at_ps)
         when = (self._origin_ps + at_ps) / PS_PER_S
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True
+        handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's, not in its stub
         self.agenda.add_timer(at_ps, _run_timer, handle)
         if self._self_granted and not self._pumping:
             self._arm_pump()
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        if handle._scheduled:  # type: ignore[attr-defined]  # one that ran has left the heap
+            self._event_cancelled()
+
+    def _event_cancelled(self) -> None:
         self._cancelled_timers += 1
         heap = self.agenda.heap
         if self._cancelled_timers > 100 and 2 * self._cancelled_timers > len(heap):
@@ -188,12 +205,16 @@ class VirtualLoop(uvloop.Loop):
 
     async def sleep_until_ps(self, at_ps: int) -> None:
         """Sleep until an instant; an instant in the past is a bug of the caller."""
-        future = self.create_future()
-        handle = self.call_at_ps(at_ps, _set_unless_done, future)
+        assert self.now_ps <= at_ps < NEVER_PS, (self.now_ps, at_ps)
+        future: VirtualFuture[None] = VirtualFuture(loop=self)
+        self.agenda.add_timer(at_ps, _end_sleep, future)
+        if self._self_granted and not self._pumping:
+            self._arm_pump()
         try:
             await future
-        finally:
-            handle.cancel()
+        except BaseException:
+            self._event_cancelled()
+            raise
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -280,7 +301,9 @@ class VirtualLoop(uvloop.Loop):
         """Run all events before the horizon. False: a thread must end first; ``resume`` is called
         then, and calling again goes on exactly where it stopped. Raises what an event raised; the
         loop stays drainable."""
-        ready, agenda, instant = self._ready, self.agenda, self._instant
+        if self.now_ps >= horizon_ps:  # a stop at the start: what waits now is not before it
+            return True
+        ready, heap, instant = self._ready, self.agenda.heap, self._instant
         while not self._stop_asked:
             while instant:
                 event = instant[0]
@@ -291,31 +314,45 @@ class VirtualLoop(uvloop.Loop):
                 event[4](event[5])
             if ready:
                 self._run_ready(ready)
-                if not (agenda.heap and agenda.heap[0][0] <= self.now_ps):
+                if not (heap and heap[0][0] <= self.now_ps):
                     continue
-            elif not agenda.heap or agenda.heap[0][0] >= horizon_ps:
+            elif not heap or heap[0][0] >= horizon_ps:
                 return True
-            events = agenda.take_instant()
-            if events[0][0] > self.now_ps:
-                self.now_ps = events[0][0]
+            self.agenda.take_instant(instant)
+            if instant[0][0] > self.now_ps:
+                self.now_ps = instant[0][0]
                 self._spins = 0
                 if self.callbacks_run > self._gc_at:
                     self._gc_at = self.callbacks_run + GC_EVERY
                     gc.collect()
-            instant.extend(events)
+            else:
+                self._count_spins(len(instant))
         return True
 
     def _run_ready(self, ready: deque[asyncio.Handle]) -> None:
         count = len(ready)
-        self._spins += count
+        self._count_spins(count)
         self.callbacks_run += count
-        if self._spins > self.spin_limit:
-            self._spins = 0
-            raise SpinError(f"{self.spin_limit} callbacks at {format_ps(self.now_ps)}")
         for _ in range(count):
             handle = ready.popleft()
             if not handle._cancelled:
-                handle._run()
+                try:  # as Handle._run, without its call
+                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._callback_raised(handle, error)
+
+    def _callback_raised(self, handle: asyncio.Handle, error: BaseException) -> None:
+        callback = handle._callback  # type: ignore[attr-defined]
+        message = f"Exception in callback {callback!r}"
+        self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+
+    def _count_spins(self, count: int) -> None:
+        self._spins += count
+        if self._spins > self.spin_limit:
+            self._spins = 0
+            raise SpinError(f"{self.spin_limit} callbacks at {format_ps(self.now_ps)}")
 
     def _wake(self, _: object) -> None:
         uvloop.Loop.call_soon_threadsafe(self, self._resume_native)
@@ -379,16 +416,17 @@ class VirtualLoop(uvloop.Loop):
 
 
 def _run_timer(handle: asyncio.TimerHandle) -> None:
-    handle._scheduled = False
+    handle._scheduled = False  # type: ignore[attr-defined]
     if not handle._cancelled:
         handle._run()
 
 
 def _is_cancelled(event: Event) -> bool:
-    return event[4] is _run_timer and bool(event[5]._cancelled)
+    run, item = event[4], event[5]
+    return bool(item._cancelled if run is _run_timer else run is _end_sleep and item.done())
 
 
-def _set_unless_done(future: asyncio.Future[None]) -> None:
+def _end_sleep(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 

@@ -23,8 +23,9 @@ class WindowGate:
         """A grant came: frames of windows before it count now."""
         self.window, self.horizon_ps = window, horizon_ps
         self.frames_expected = frames_expected
-        for earlier in [w for w in self._counts if w < window]:
-            self._past += sum(self._counts.pop(earlier).values())
+        if self._counts:
+            for earlier in [w for w in self._counts if w < window]:
+                self._past += sum(self._counts.pop(earlier).values())
 
     def frame_read(self, peer: int, window: int) -> None:
         """A frame of a peer's window came in."""

@@ -40,9 +40,9 @@ def encode_grant(grant: Grant) -> bytes:
     return _GRANT.pack(GRANT, grant.window, grant.horizon_ps, grant.frames_expected, grant.barrier)
 
 
-def decode_grant(data: bytes) -> tuple[int, int, int, bool]:
+def decode_grant(data: bytes | bytearray) -> tuple[int, int, int, bool]:
     """(window, horizon_ps, frames_expected, barrier)."""
-    _, window, horizon_ps, frames_expected, barrier = _GRANT.unpack(data)
+    _, window, horizon_ps, frames_expected, barrier = _GRANT.unpack_from(data)
     return window, horizon_ps, frames_expected, barrier
 
 
@@ -66,7 +66,7 @@ def decode_report(data: bytes) -> Report:
     return Report(window, next_at_ps, finished, marked, outstanding, digest, sends)
 
 
-def encode_rare(what: str, **fields: Any) -> bytes:
+def encode_rare(what: str, /, **fields: Any) -> bytes:
     """A message that is not hot: its name and JSON-able fields."""
     return b"\0" + msgspec.json.encode({"what": what, **fields})
 

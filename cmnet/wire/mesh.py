@@ -5,12 +5,17 @@ frame read to ``on_frame`` and never wakes a task. Connections carry frames one 
 with unread input loses nothing that the kernel had accepted. The sender connects: UB over Unix sockets
 at the start, RDMA and VPC over TCP when first used. Writing never blocks: what the kernel does not
 take is kept, and a report waits for it (``flushed``).
+
+Frames wait in the kernel until somebody calls ``read``: a process that is woken by each of 47 peers
+for each frame spends more on waking than on reading. When the kernel is full, the sender says so
+(``on_blocked``) and the receiver reads whenever something comes, by ``watch``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import socket
 from collections.abc import Callable
 from typing import Protocol
@@ -64,10 +69,11 @@ def listen(unix_path: str, incarnation: int) -> tuple[socket.socket, socket.sock
 class _Outgoing:
     """One connection that we write."""
 
-    __slots__ = ("blocked", "parts", "sock")
+    __slots__ = ("blocked", "parts", "peer", "sock")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: int) -> None:
         self.sock = sock
+        self.peer = peer
         self.parts: list[bytes | bytearray | memoryview] = []
         self.blocked = False
 
@@ -112,20 +118,28 @@ class Mesh:
         self._outgoing: dict[int, _Outgoing] = {}
         self._dirty: list[_Outgoing] = []
         self._blocked = 0
-        self._incoming: set[_Incoming] = set()
+        self._poller = select.epoll()
+        self._watched = False
+        self._incoming: dict[int, _Incoming] = {}
+        self._listeners: dict[int, socket.socket] = {}
         self._incarnations = [0] * len(addresses)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self.on_flushed: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], None] = lambda: None
+        """Called after what came while watching has been read."""
+        self.on_blocked: Callable[[int], None] = lambda peer: None
+        """The kernel is full of what this peer has not read."""
         self.frames_lost = 0
         self.bytes_written = 0
 
     # --- connections ------------------------------------------------------------------------------
 
     def serve(self, *listeners: socket.socket) -> None:
-        """Accept on listeners that are already bound."""
+        """Accept on listeners that are already bound, when reading."""
         for listener in listeners:
-            self._loop.native_reader(listener.fileno(), self._accept, listener)
+            self._listeners[listener.fileno()] = listener
+            self._poller.register(listener.fileno(), select.EPOLLIN)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -135,9 +149,8 @@ class Mesh:
                 return
             sock.setblocking(False)
             self._buffer(sock, socket.SO_RCVBUF)
-            incoming = _Incoming(sock)
-            self._incoming.add(incoming)
-            self._loop.native_reader(sock.fileno(), self._readable, incoming)
+            self._incoming[sock.fileno()] = _Incoming(sock)
+            self._poller.register(sock.fileno(), select.EPOLLIN)
 
     def _buffer(self, sock: socket.socket, option: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, self._socket_buffer_bytes)
@@ -148,9 +161,9 @@ class Mesh:
         if address is None:
             return
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            self._outgoing[peer * 4 + plane] = self._open(address, plane)
+            self._outgoing[peer * 4 + plane] = _Outgoing(self._open(address, plane), peer)
 
-    def _open(self, address: Address, plane: int) -> _Outgoing:
+    def _open(self, address: Address, plane: int) -> socket.socket:
         family = socket.AF_INET if plane else socket.AF_UNIX
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -176,7 +189,7 @@ class Mesh:
         except BaseException:
             sock.close()
             raise
-        return _Outgoing(sock)
+        return sock
 
     def peer_down(self, peer: int) -> None:
         """A peer died: nothing is sent to it any more."""
@@ -205,8 +218,10 @@ class Mesh:
         """Close every connection."""
         for key in list(self._outgoing):
             self._drop_outgoing(key)
-        for incoming in list(self._incoming):
+        for incoming in list(self._incoming.values()):
             self._drop_incoming(incoming)
+        self.unwatch()
+        self._poller.close()
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -262,6 +277,7 @@ class Mesh:
                 outgoing.blocked = True
                 self._blocked += 1
                 self._loop.native_writer(outgoing.sock.fileno(), self._writable, outgoing)
+                self.on_blocked(outgoing.peer)
             return
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
@@ -279,6 +295,33 @@ class Mesh:
             self.on_flushed()
 
     # --- reading ----------------------------------------------------------------------------------
+
+    def read(self) -> bool:
+        """Read and accept what waits in the kernel, once per connection; False if nothing did."""
+        incoming_of, ready = self._incoming, self._poller.poll(0)
+        for fd, _ in ready:
+            incoming = incoming_of.get(fd)
+            if incoming is not None:
+                self._readable(incoming)
+            elif fd in self._listeners:
+                self._accept(self._listeners[fd])
+        return bool(ready)
+
+    def watch(self) -> None:
+        """Read whenever something comes, until ``unwatch``."""
+        if not self._watched:
+            self._watched = True
+            self._loop.native_reader(self._poller.fileno(), self._read_watched)
+
+    def unwatch(self) -> None:
+        """Leave what comes in the kernel."""
+        if self._watched:
+            self._watched = False
+            self._loop.native_reader_gone(self._poller.fileno())
+
+    def _read_watched(self) -> None:
+        if self.read():
+            self.on_read()
 
     def _readable(self, incoming: _Incoming) -> None:
         try:
@@ -366,10 +409,8 @@ class Mesh:
             self._on_frame(incoming.peer, header, body, target)
 
     def _drop_incoming(self, incoming: _Incoming) -> None:
-        if incoming in self._incoming:
-            self._incoming.discard(incoming)
-            self._loop.native_reader_gone(incoming.sock.fileno())
-            incoming.sock.close()
+        if self._incoming.pop(incoming.sock.fileno(), None) is not None:
+            incoming.sock.close()  # which takes it out of the poller as well
 
 
 def _consume(parts: list[bytes | bytearray | memoryview], sent: int) -> None:

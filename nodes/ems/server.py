@@ -80,7 +80,7 @@ class StoreServer:
             raw_bytes=len(payload),
             charged_bytes=message.charged_bytes,
         )
-        self._loop.create_task(self._write(key, list(record.split(key, header, payload))))
+        self._context.spawn(self._write(key, list(record.split(key, header, payload))), "put")
 
     async def _write(self, key: bytes, items: list[tuple[bytes, bytes]]) -> None:
         charged_bytes = record.decode(*items[0]).header.charged_bytes

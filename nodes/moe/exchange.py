@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from cmnet.bursts import Bundle
-from cmnet.errors import LinkError, PeerDeadError
+from cmnet.errors import CorruptError, LinkError, PeerDeadError
 from cmnet.launch.agent import Context
 from cmnet.topology.machine import Operation, Plane
 from cmnet.units import NEVER_PS
@@ -283,6 +283,8 @@ class Exchange:
             item_bytes=self._scale.vector_bytes,
         )
         experts = np.array([expert for _, expert, _ in parts], dtype=np.int64)
+        if experts.max() > self._body.settings.shared_expert:
+            raise CorruptError(f"a token for expert {experts.max()}", definite=True)
         return Rows(
             experts=self._touch("experts", experts),
             vectors=self._touch("vectors", vectors),

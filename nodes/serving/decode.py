@@ -102,7 +102,7 @@ class DecodeNode:
 
     def _rows_came(self, message: messages.Rows, payload: bytes, _: int) -> None:
         rows = self._body.rows_from_bytes(payload).reshape(-1, message.rows)
-        rows = self._touch("rows", rows)
+        rows = self._touch("rows", rows.T).T
         if message.attempt < self._attempts.get(message.request, 0):
             return  # given up while its rows were on the way
         self._attempts[message.request] = message.attempt
@@ -170,7 +170,7 @@ class DecodeNode:
     def _begin_step(self, step: messages.Step, _: bytes, __: int) -> None:
         if step.epoch != self._epoch.number:
             return
-        task = self._loop.create_task(self._step(step), name=f"step {step.epoch}.{step.number}")
+        task = self._context.spawn(self._step(step), f"step {step.epoch}.{step.number}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -203,7 +203,7 @@ class DecodeNode:
         body, layers = self._body, self._settings.carried_layers
         if not self._ranks_in(step):
             return body.start_tokens(np.empty(0, np.int64), places=np.empty(0, np.int64))
-        places = np.array([s.length for s in mine], dtype=np.int64)
+        places = self._touch("places", np.array([s.length for s in mine], dtype=np.int64))
         tokens = np.array([s.token for s in mine], dtype=np.int64)
         states = body.start_tokens(tokens, places=places)
         most = max(count for _, count in step.sources)
@@ -266,10 +266,12 @@ class DecodeNode:
         results = results[inverse]
         if not mine:
             return states
-        routed = self._touch("results", results[:, :top_k])
+        routed = self._touch("results", results[:, :top_k].reshape(-1, results.shape[2]))
+        routed = routed.reshape(len(mine), top_k, -1)
+        slots = self._touch("slots", np.arange(top_k))
         shared = self._touch("shared", results[:, top_k])
         weights = self._touch("weights", gate.weights)
-        return body.combine(states, weights, routed, shared, layer=layer)
+        return body.combine(states, weights[:, slots], routed[:, slots], shared, layer=layer)
 
     def _owed(
         self, by_rank: dict[int, list[int]], experts: Array, placement: ExpertPlacement

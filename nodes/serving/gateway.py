@@ -81,6 +81,13 @@ class Gateway:
 
     async def run(self) -> None:
         """The whole workload, then the end of the run."""
+        try:
+            await self._run()
+        finally:
+            self._file.close()
+        self._context.finish()
+
+    async def _run(self) -> None:
         self._new_epoch()
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch(), name="watch")
@@ -92,8 +99,6 @@ class Gateway:
                 self._wake.clear()
                 await self._wake.wait()
             watch.cancel()
-        self._file.close()
-        self._context.finish()
 
     # --- one request ------------------------------------------------------------------------------
 

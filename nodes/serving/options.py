@@ -6,6 +6,7 @@ names on the command line (``run.py``) nor the files that they name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, cast
@@ -74,7 +75,7 @@ def parse(given: Mapping[str, Any]) -> Options:
     options.positive(given["rate"], option="--rate")
     requests = given["requests"]
     return Options(
-        trace=_path(given["trace"], "--trace"),
+        trace=None if given["trace"] is None else _absolute(given["trace"], "--trace"),
         requests=None if requests is None else options.count(requests, option="--requests"),
         rate=given["rate"],
         plan=_path(given["plan"], "--plan"),
@@ -85,6 +86,14 @@ def parse(given: Mapping[str, Any]) -> Options:
         journal=given["journal"],
         out=_path(given["out"], "--out"),
     )
+
+
+def recorded(data: object) -> Options:
+    """Options of a record. Raises InputError."""
+    try:
+        return msgspec.convert(data, Options)
+    except msgspec.ValidationError as error:
+        raise options.wrong("record.json: options", str(error), "options of serve") from None
 
 
 def scale(text: str, model: ModelSettings) -> tiles.Scale:
@@ -99,6 +108,12 @@ def _path(text: str | None, option: str) -> str | None:
     if text is not None and (not text or "\0" in text):
         raise options.wrong(option, text, "the name of a file or folder")
     return text
+
+
+def _absolute(text: str, option: str) -> str:
+    """A record must find the file again, wherever it is replayed."""
+    _path(text, option)
+    return os.path.abspath(text)
 
 
 def _flag(name: str) -> str:

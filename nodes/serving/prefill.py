@@ -141,7 +141,8 @@ class PrefillInstance:
         cached = cached.reshape(work.hit_blocks, layers + 1, rows_per_block).astype(np.uint64)
         cached = np.moveaxis(cached, 0, 1).reshape(layers + 1, -1)
         first = cached.shape[1]
-        prefilled = body.prefill(work.rows.seeds[first:], cached_rows=cached[:layers])
+        seeds = self._touch("seeds", work.rows.seeds[first:])
+        prefilled = body.prefill(seeds, cached_rows=cached[:layers])
         rows = np.concatenate([cached[:layers], prefilled.rows], axis=1)
         states = np.concatenate([cached[layers], prefilled.states])
         share = body.fold_prompt(states, first_place=0)

@@ -14,16 +14,12 @@ import msgspec
 
 from cmnet.record import record as records
 from cmnet.record.record import Record
-from nodes.serving import published, result, tables, verify
+from nodes.serving import published, result, verify
 from nodes.serving.constants import CONSTANTS
 from nodes.serving.percentiles import itl_ps, summarize, tpot_ps, ttft_ps
 from nodes.serving.published import Figure
 from nodes.serving.result import RequestResult, Serving
-from nodes.serving.settings import ServingSettings
 from nodes.serving.verify import Verified
-
-FAILED_SHOWN = 20
-SKIPPED_SHOWN = 20
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +65,7 @@ def collect(folder: Path) -> Sources:
 def build(sources: Sources) -> dict[str, Any]:
     """The object that ``--json`` prints (design 5)."""
     record = sources.record
-    outcome = record.outcome or records.Outcome.nothing()
+    outcome = record.outcome or records.Outcome()
     report = {
         "run": str(sources.folder),
         "command": record.command,
@@ -88,7 +84,7 @@ def build(sources: Sources) -> dict[str, Any]:
         "scale": record.options["scale"],
         "carried_layers": sources.serving.model.carried_layers,
         "tokens_per_carried": sources.serving.model.tokens_per_carried,
-        "fingerprint": record.facts["fingerprint"],
+        "fingerprint": sources.serving.fingerprint,
         "constants_used": constants_used(sources),
         "verified": msgspec.to_builtins(sources.verified),
         "requests": _requests(sources),
@@ -102,16 +98,6 @@ def build(sources: Sources) -> dict[str, Any]:
         "rows": rows(sources),
     }
     return report | {"problems": problems(sources)}
-
-
-def show(report: dict[str, Any], screen: Any) -> None:
-    """The same for people."""
-    for line in tables.head(report):
-        screen.line(line)
-    for table in tables.all_tables(report):
-        screen.table(table)
-    for line in tables.foot(report):
-        screen.line(line)
 
 
 # --- what is wrong -------------------------------------------------------------------------------
@@ -157,15 +143,14 @@ def _requests(sources: Sources) -> dict[str, Any]:
         "prompt_tokens": _sum(answered, "input_tokens"),
         "output_tokens": _sum(answered, "output_tokens"),
         "failures": [
-            {"index": each.index, "error": each.error, "tries": each.tries}
-            for each in failed[:FAILED_SHOWN]
+            {"index": each.index, "error": each.error, "tries": each.tries} for each in failed
         ],
-        "skipped_rows": [msgspec.to_builtins(row) for row in workload.skipped[:SKIPPED_SHOWN]],
+        "skipped_rows": [msgspec.to_builtins(row) for row in workload.skipped],
     }
 
 
 def _prefix(sources: Sources) -> dict[str, Any]:
-    """Leading blocks that the store had. ``blocks`` counts full blocks looked up, once a request."""
+    """Leading blocks that the store had. ``blocks`` counts all of a prompt, the last one may be partial."""
     blocks, hit = _sum(sources.answered, "blocks"), _sum(sources.answered, "blocks_hit")
     workload = sources.serving.workload
     return {
@@ -180,7 +165,7 @@ def _prefix(sources: Sources) -> dict[str, Any]:
 def constants_used(sources: Sources) -> list[dict[str, Any]]:
     """Every number of the cost model, and the settings of the serving system."""
     found: list[dict[str, Any]] = [msgspec.to_builtins(constant) for constant in CONSTANTS]
-    settings = msgspec.convert(sources.record.facts["serving_settings"], ServingSettings)
+    settings = sources.serving.settings
     for name in settings.__struct_fields__:
         number = msgspec.to_builtins(getattr(settings, name))
         found.append({"name": f"serving.{name}", "unit": ""} | number)
@@ -189,7 +174,10 @@ def constants_used(sources: Sources) -> list[dict[str, Any]]:
 
 def rows(sources: Sources) -> list[dict[str, Any]]:
     """The tables as one flat list; ``table`` says which."""
+    counts = {key: value for key, value in _requests(sources).items() if type(value) is int}
     return [
+        {"table": "requests", "name": sources.serving.workload.kind} | counts,
+        {"table": "prefix", "name": "blocks"} | _prefix(sources),
         *_latency_rows(sources),
         *_exchange_rows(sources),
         *_speed_rows(sources),
@@ -203,7 +191,7 @@ def _latency_rows(sources: Sources) -> list[dict[str, Any]]:
     tpot = [value for each in answered if (value := tpot_ps(each.token_ps)) is not None]
     itl = [gap for each in answered for gap in itl_ps(each.token_ps)]
     return [
-        _times("latency", "TTFT", ttft, "request sent to first token received"),
+        _times("latency", "TTFT", ttft, "request sent to first token received", published.TTFT),
         _times("latency", "TPOT", tpot, "(last - first) / (tokens - 1), a request", published.TPOT),
         _times("latency", "ITL", itl, "gap between two tokens, each gap"),
     ]
@@ -212,11 +200,22 @@ def _latency_rows(sources: Sources) -> list[dict[str, Any]]:
 def _exchange_rows(sources: Sources) -> list[dict[str, Any]]:
     dispatch = [sample for each in sources.program("dispatch_ps") for sample in each]
     combine = [sample for each in sources.program("combine_ps") for sample in each]
-    what = "operator's start to last message, a rank and carried layer"
+    what = "first operator's start to last message in, a node and carried layer"
+    here = {
+        "ep_size": sources.serving.ep_size,
+        "tokens_per_die": _tokens_per_die(sources),
+    }
     return [
-        _times("exchange", "dispatch", dispatch, what, published.DISPATCH),
-        _times("exchange", "combine", combine, what, published.COMBINE),
+        _times("exchange", "dispatch", dispatch, what, published.DISPATCH) | here,
+        _times("exchange", "combine", combine, what, published.COMBINE) | here,
     ]
+
+
+def _tokens_per_die(sources: Sources) -> float:
+    """Mean tokens of a die in a decode step; the published figures are at 128."""
+    steps = max(sources.program("steps"), default=0)
+    tokens: int = sum(sources.program("tokens"))
+    return tokens / (steps * sources.serving.ep_size or 1)
 
 
 def _times(
@@ -239,18 +238,16 @@ def _beside(figure: Figure | None) -> dict[str, Any]:
 
 
 def _speed_rows(sources: Sources) -> list[dict[str, Any]]:
-    npus = sources.record.facts["npus"]
+    serving = sources.serving
     made = _sum(sources.answered, "output_tokens")
     read = _sum(sources.answered, "input_tokens")
     return [
-        _speed(sources, "decode", made, npus["decode"], published.DECODE_SPEED),
-        _speed(sources, "prefill", read, npus["prefill"], published.PREFILL_SPEED),
+        _speed(sources, "decode", made, serving.decode_npus, published.DECODE_SPEED),
+        _speed(sources, "prefill", read, serving.prefill_npus, published.PREFILL_SPEED),
     ]
 
 
-def _speed(
-    sources: Sources, name: str, tokens: int, npus: int, figure: Figure
-) -> dict[str, Any]:
+def _speed(sources: Sources, name: str, tokens: int, npus: int, figure: Figure) -> dict[str, Any]:
     seconds = sources.virtual_s * npus
     facts = {"tokens": tokens, "npus": npus, "tokens_per_s_npu": tokens / seconds if seconds else 0}
     what = "tokens of answered requests / virtual seconds / NPUs of this role"

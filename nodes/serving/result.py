@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cmnet.errors import InputError
+from nodes.serving.settings import ServingSettings
 from nodes.serving.workload import Request, Workload
 from nodes.settings import ModelSettings
 
@@ -53,10 +54,18 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """What was to be served, for the verifier and for reports."""
+    """What was to be served and by what, for the verifier, for reports and for a replay."""
 
     workload: Workload
+    trace_sha256: str
+    """Of the trace file's content; "" if generated."""
     model: ModelSettings
+    fingerprint: str
+    """Of the model."""
+    settings: ServingSettings
+    prefill_npus: int
+    decode_npus: int
+    ep_size: int
 
 
 def parse(line: bytes) -> RequestResult:

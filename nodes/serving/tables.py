@@ -5,14 +5,25 @@ Owns wording and order on the screen. Does not own what is in the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cmnet.record.screen import Table
+from cmnet.record.screen import Screen, Table
 from cmnet.units import format_bytes, format_ps
 
 Report = dict[str, Any]
+LISTED = 10
 _TIMES = ("mean_ps", "p50_ps", "p90_ps", "p99_ps", "max_ps")
+
+
+def show(report: Report, screen: Screen) -> None:
+    """Print a report for people."""
+    for line in head(report):
+        screen.line(line)
+    for table in all_tables(report):
+        screen.table(table)
+    for line in foot(report):
+        screen.line(line)
 
 
 def head(report: Report) -> Iterator[str]:
@@ -33,20 +44,31 @@ def head(report: Report) -> Iterator[str]:
     for death in report["deaths"]:
         how = "as planned" if death["planned"] else "by itself"
         yield f"{death['node']} died {how} at {format_ps(death['at_ps'])} ({death['at_ps']} ps)"
-    for row in requests["skipped_rows"]:
-        yield f"skipped line {row['line']}: {row['reason']}"
-    for failure in requests["failures"]:
-        yield f"request {failure['index']} failed after {failure['tries']} tries: {failure['error']}"
+    yield from _first(
+        f"skipped line {row['line']}: {row['reason']}" for row in requests["skipped_rows"]
+    )
+    yield from _first(
+        f"request {each['index']} failed after {each['tries']} tries: {each['error']}"
+        for each in requests["failures"]
+    )
     for fault in report["not_reached"]:
         yield f"the plan's {fault} is later than the end of the run"
     yield ""
+
+
+def _first(lines: Iterable[str]) -> Iterator[str]:
+    """Enough of a list to see what it is about; all of it is in the report's object."""
+    whole = list(lines)
+    yield from whole[:LISTED]
+    if len(whole) > LISTED:
+        yield f"and {len(whole) - LISTED} more: --json lists all"
 
 
 def all_tables(report: Report) -> list[Table]:
     """Latency, exchange, speed, planes, constants."""
     return [
         _times_table(report, "latency", "Latency of answered requests (percentiles: nearest rank)"),
-        _times_table(report, "exchange", "Expert exchange over UB"),
+        _times_table(report, "exchange", _exchange_title(report)),
         _speed_table(report),
         _published_table(report),
         _planes_table(report),
@@ -58,7 +80,7 @@ def foot(report: Report) -> Iterator[str]:
     """Prefix hits, verification, identity."""
     prefix, verified = report["prefix"], report["verified"]
     yield (
-        f"prefix: {prefix['blocks_hit']} of {prefix['blocks']} full blocks hit"
+        f"prefix: {prefix['blocks_hit']} of {prefix['blocks']} blocks hit"
         f" ({prefix['hit_rate']:.4f}); {prefix['distinct_blocks']} distinct blocks of"
         f" {prefix['block_references']} in the prompts"
     )
@@ -71,9 +93,13 @@ def foot(report: Report) -> Iterator[str]:
         f" carried row {report['tokens_per_carried']}, scale {report['scale']}"
     )
     yield (
-        f"digest {report['digest']}, {report['windows']} windows, {report['grants']} grants,"
-        f" socket buffers {format_bytes(report['socket_buffer_bytes'])}"
+        f"digest {report['digest'] or '(none)'}, {report['windows']} windows,"
+        f" {report['grants']} grants"
     )
+    if "replay_of" in report:
+        words = {True: "the same digest as recorded", False: "ANOTHER DIGEST than recorded"}
+        compared = words.get(report["same"], "its record has no end to compare with")
+        yield f"replay of {report['replay_of']}: {compared}"
     yield f"run: {report['run']}"
 
 
@@ -81,13 +107,22 @@ def _rows(report: Report, table: str) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if row["table"] == table]
 
 
+def _exchange_title(report: Report) -> str:
+    row = _rows(report, "exchange")[0]
+    return f"Expert exchange over UB, EP{row['ep_size']}, {row['tokens_per_die']:.3f} tokens a die"
+
+
 def _times_table(report: Report, name: str, title: str) -> Table:
     rows = []
     for row in _rows(report, name):
         times = (format_ps(row[key]) if key in row else "-" for key in _TIMES)
-        rows.append((row["name"], str(row["count"]), *times, row["definition"]))
-    columns = ("", ">count", ">mean", ">p50", ">p90", ">p99", ">max", "what")
-    return Table(title=title, columns=columns, rows=rows)
+        rows.append((row["name"], str(row["count"]), *times))
+    what = {row["definition"]: row["name"] for row in _rows(report, name)}
+    note = "; ".join(f"{first}: {definition}" for definition, first in what.items())
+    if len(what) < len(rows):
+        note = next(iter(what))
+    columns = ("", ">count", ">mean", ">p50", ">p90", ">p99", ">max")
+    return Table(title=title, columns=columns, rows=rows, note=note)
 
 
 def _speed_table(report: Report) -> Table:
@@ -101,18 +136,19 @@ def _speed_table(report: Report) -> Table:
 
 
 def _published_table(report: Report) -> Table:
-    rows = []
+    rows, notes = [], []
     for row in report["rows"]:
         if row.get("published") is None:
             continue
         speed = row["table"] == "speed"
         ours = f"{row['tokens_per_s_npu']:.2f} tok/s" if speed else _mean(row)
         theirs = f"{row['published']} tok/s" if speed else format_ps(row["published"])
-        rows.append(
-            (row["name"], ours, theirs, row["mark"], row["published_source"], row["differs"])
-        )
-    columns = ("", ">here, mean", ">published", "mark", "where", "what differs")
-    return Table(title="Beside published figures", columns=columns, rows=rows)
+        rows.append((row["name"], ours, theirs, row["mark"]))
+        notes.append(f"{row['name']}: {row['published_source']}; {row['differs']}")
+    columns = ("", ">here, mean", ">published", "mark")
+    return Table(
+        title="Beside published figures", columns=columns, rows=rows, note="\n".join(notes)
+    )
 
 
 def _mean(row: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ into the statistics that a node writes at the end.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from pathlib import Path
 
@@ -47,6 +48,15 @@ async def forever(context: Context) -> None:
     await context.loop.create_future()
 
 
+def measure(context: Context) -> None:
+    """Have the node write what it used, at the end of the run."""
+    began_s = time.process_time()
+    context.on_statistics = lambda: {
+        "private_bytes": private_bytes(),
+        "cpu_s": time.process_time() - began_s,
+    }
+
+
 def private_bytes() -> int:
     """Private memory of this process (smaps_rollup)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -55,12 +65,12 @@ def private_bytes() -> int:
 
 async def all_to_all(context: Context) -> None:
     """Rounds in which each node sends to each other one; the handler only counts."""
+    measure(context)
     if not context.machine.processes[context.process].is_node:
         return
     fabric, routes = context.fabric, routes_from(context)
     rounds, payload = context.settings["rounds"], bytes(context.settings["payload_bytes"])
     due, seen = len(routes), 0
-    context.on_statistics = lambda: {"private_bytes": private_bytes()}
 
     def send() -> None:
         for route in routes:
@@ -82,6 +92,7 @@ async def all_to_all(context: Context) -> None:
 
 async def all_to_all_tasks(context: Context) -> None:
     """The same as a protocol has it: typed bodies, a queue, a task that is woken and sends."""
+    measure(context)
     if not context.machine.processes[context.process].is_node:
         return
     fabric, routes = context.fabric, routes_from(context)
@@ -101,6 +112,7 @@ async def all_to_all_tasks(context: Context) -> None:
 
 async def sparse(context: Context) -> None:
     """Nodes that wake at random instants; 7 of 10 times one sends a frame to a random node."""
+    measure(context)
     if not context.machine.processes[context.process].is_node:
         return
     fabric, routes, draws = context.fabric, routes_from(context), context.stream("sparse")
@@ -119,6 +131,7 @@ PAYLOAD = bytes(200)
 
 async def everyone(context: Context) -> None:
     """Every node has an event in every window, and sends nothing."""
+    measure(context)
     if not context.machine.processes[context.process].is_node:
         return
     lookahead_ps = context.machine.lookahead.lookahead_ps
@@ -130,6 +143,7 @@ async def everyone(context: Context) -> None:
 
 async def chain(context: Context) -> None:
     """Two nodes send one message to and fro."""
+    measure(context)
     if context.process > 1:
         return
     fabric, route = context.fabric, routes_from(context)[0 if context.process == 0 else -1]
@@ -154,6 +168,7 @@ async def chain(context: Context) -> None:
 
 async def idle(context: Context) -> None:
     """An hour in which nothing happens, or one timer per node every ``every_ps``."""
+    measure(context)
     every_ps, until_ps = context.settings["every_ps"], context.settings["until_ps"]
     if context.process == 0:
         context.loop.call_at_ps(until_ps, context.finish)

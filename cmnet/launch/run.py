@@ -1,0 +1,84 @@
+"""What a run is told and what it was: records that the supervisor takes and returns.
+
+Owns their shape and the making of a run's folder. Does not own what becomes of them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cmnet.errors import LaunchError
+from cmnet.link.rules import Rule
+
+SILENT_TIMEOUT_S = 60.0
+"""Wall seconds without an answer to a grant (design 1.7)."""
+
+
+class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A node dies or comes back at an instant."""
+
+    at_ps: int
+    kind: Literal["kill", "restart"]
+    process: int
+
+
+class DeathRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A death as the run's record keeps it; it replays as a planned kill."""
+
+    process: int
+    name: str
+    at_ps: int
+    planned: bool
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is started with, beside machine and program."""
+
+    seed: int = 0
+    start_order: Literal["listed", "random", "reverse"] = "listed"
+    socket_buffer_bytes: int = 4 << 20
+    journal: bool = False
+    rules: list[Rule] = []
+    node_faults: list[NodeFault] = []
+    program: dict[str, Any] = {}
+    """Handed to every process as it is; JSON-able."""
+    silent_timeout_s: float = SILENT_TIMEOUT_S
+
+
+class RunResult(msgspec.Struct, kw_only=True):
+    """What a run was. ``error`` is empty when it reached its purpose."""
+
+    folder: str
+    digest: str = ""
+    windows: int = 0
+    grants: int = 0
+    virtual_ps: int = 0
+    launch_s: float = 0.0
+    wall_s: float = 0.0
+    deaths: list[DeathRecord] = []
+    not_reached: list[NodeFault] = []
+    error: str = ""
+    error_code: str = ""
+    detail: str = ""
+    interrupted: bool = False
+    socket_buffer_bytes: int = 0
+
+
+def make_run_folder(parent: Path, word: str) -> Path:
+    """A new private folder runs/<time>-<word>-<n>."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        folder = parent / (f"{stamp}-{word}" + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        for inside in ("disk", "journal", "statistics", "stacks"):
+            (folder / inside).mkdir(mode=0o700)
+        return folder
+    raise LaunchError(f"no free name for a run folder in {parent}")

@@ -1,0 +1,189 @@
+"""Small programs for runs of real processes.
+
+``chatter`` uses all three planes, bursts, signals, holds, timers and marks at instants drawn from its
+process's stream, waits for nobody and so survives any death; the run ends at ``end_us``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from cmnet.bursts import Bundle
+from cmnet.launch.agent import Context
+from cmnet.messages import Arrival, Route
+from cmnet.topology.machine import Operation, Plane
+
+US = 1_000_000
+PASS_ON, BURST, SIGNAL = 1, 4, 5
+
+
+class Chatter:
+    """One process's talk."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.fabric = context.fabric
+        self.loop = context.loop
+        self.stream = context.stream("chatter")
+        self.sum = 0
+        self.heard = 0
+        devices, processes = context.machine.devices, context.machine.processes
+        of_nodes = [device for device in devices if processes[device.process].is_node]
+        self.ends = {
+            Plane.UB: [d.device_id for d in of_nodes if d.kind != "node"],
+            Plane.RDMA: [d.device_id for d in of_nodes if d.kind == "die"],
+            Plane.VPC: [d.device_id for d in of_nodes if d.kind == "node"],
+        }
+        self.mine = {
+            plane: [end for end in ends if devices[end].process == context.process]
+            for plane, ends in self.ends.items()
+        }
+        for plane in Plane:
+            self.fabric.bind(PASS_ON + plane, self.passed_on)
+        self.fabric.bind(BURST, self.bundle_came)
+        self.fabric.bind(SIGNAL, self.signalled)
+
+    def pick(self, values: list[Any]) -> Any:
+        return values[self.stream.below(len(values))]
+
+    def route(self, plane: Plane) -> Route:
+        source = self.pick(self.mine[plane])
+        target = self.pick([end for end in self.ends[plane] if end != source])
+        return self.fabric.route(plane, Operation.WRITE, source, target)
+
+    def send(self, plane: Plane, times: int) -> None:
+        self.fabric.send(
+            self.route(plane),
+            PASS_ON + plane,
+            charged_bytes=self.stream.below(200_000),
+            body=bytes([times]),
+            payload=bytes(self.stream.below(1 << self.stream.below(17))),
+        )
+
+    def burst(self) -> None:
+        source = self.pick(self.mine[Plane.UB])
+        others = [end for end in self.ends[Plane.UB] if end != source]
+        items = [
+            (self.pick(others), 7680, bytes(self.stream.below(200)))
+            for _ in range(self.stream.below(40))
+        ]
+        self.fabric.send_burst(
+            source=source,
+            plane=Plane.UB,
+            operation=Operation.WRITE,
+            kind=BURST,
+            head=b"head",
+            items=items,
+        )
+
+    def note(self, *numbers: int) -> None:
+        for number in numbers:
+            self.sum = (self.sum * 31 + number) % (1 << 61)
+        self.heard += 1
+        if self.heard % 50 == 0:
+            self.context.mark(f"{self.heard} {self.sum}")
+
+    def passed_on(self, arrival: Arrival) -> None:
+        self.note(self.loop.now_ps, arrival.source, len(arrival.payload))
+        if arrival.body[0]:
+            self.send(Plane(arrival.plane), arrival.body[0] - 1)
+
+    def bundle_came(self, bundle: Bundle) -> None:
+        for target, data, delivered_ps in bundle.items:
+            self.note(target, len(data), delivered_ps)
+
+    def signalled(self, arrival: Arrival) -> None:
+        self.note(self.loop.now_ps, arrival.source)
+
+    async def talk(self, number: int) -> None:
+        end_ps = self.context.settings["end_us"] * US
+        while True:
+            at_ps = self.loop.now_ps + 1 + self.stream.below(8 * US)
+            if at_ps >= end_ps:
+                return
+            await self.loop.sleep_until_ps(at_ps)
+            match self.stream.below(8):
+                case 0:
+                    self.burst()
+                case 1:
+                    route = self.route(Plane.UB)
+                    self.fabric.signal(route, SIGNAL, delay_ps=route.path.propagation_ps)
+                case 2:
+                    pause_s = self.stream.below(300) / 1e6
+                    await self.loop.hold(time.sleep, pause_s, duration_ps=self.stream.below(5 * US))
+                case other:
+                    self.send(Plane(other % 3), 2)
+            self.note(number)
+
+
+async def chatter(context: Context) -> None:
+    if not context.machine.processes[context.process].is_node:
+        await context.loop.sleep_until_ps(context.settings["end_us"] * US)
+        context.finish()
+        return
+    talker = Chatter(context)
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(talker.talk(number), name=f"talk {number}")
+
+
+async def lively(context: Context) -> None:
+    """Runs on, with little to do, for ever."""
+    while True:
+        await context.loop.sleep_ps(100 * US)
+        context.mark("alive")
+
+
+async def spins(context: Context) -> None:
+    await context.loop.sleep_ps(5 * US)
+    while context.name == "node01":
+        await asyncio.sleep(0)
+
+
+async def spins_on_timers(context: Context) -> None:
+    def again() -> None:
+        context.loop.call_later(0, again)
+
+    await context.loop.sleep_ps(5 * US)
+    if context.name == "node01":
+        again()
+
+
+def stuck_here(context: Context) -> None:
+    while context.name == "node01":
+        time.sleep(0.05)
+
+
+async def silent(context: Context) -> None:
+    await context.loop.sleep_ps(5 * US)
+    stuck_here(context)
+
+
+async def waits_for_ever(context: Context) -> None:
+    context.outstanding(+1)
+    answer: asyncio.Future[None] = context.loop.create_future()
+    await answer
+
+
+async def raises(context: Context) -> None:
+    await context.loop.sleep_ps(5 * US)
+    if context.name == "node01":
+        raise ValueError("so it is " + "\udce9" * 100_000)
+
+
+async def raises_in_a_handler(context: Context) -> None:
+    await context.loop.sleep_ps(5 * US)
+    if context.name == "node01":
+        context.loop.call_later(1e-6, lambda: 1 // 0)
+
+
+async def dies_at_once(context: Context) -> None:
+    if context.name == "node01":
+        os._exit(3)
+
+
+async def quiet(context: Context) -> None:
+    """Ends by itself."""

@@ -1,0 +1,158 @@
+"""How runs end that do not simply finish: watchdogs, failures, Ctrl-C, a killed supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from cmnet.launch.supervisor import NodeFault, RunResult, Supervisor
+from tests.machine import programs
+from tests.machine.conftest import Runner, lives, wait_for
+
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_program_that_ends_ends_the_run(run: Runner) -> None:
+    result = run(programs.quiet)
+    assert (result.error, result.deaths) == ("", [])
+    assert sorted(path.name for path in Path(result.folder, "statistics").iterdir()) == [
+        "gateway.json",
+        "node00.json",
+        "node01.json",
+        "node02.json",
+        "node03.json",
+    ]
+
+
+@pytest.mark.parametrize("program", [programs.spins, programs.spins_on_timers])
+def test_a_node_that_spins_ends_the_run_with_its_name_and_place(
+    run: Runner, program: object
+) -> None:
+    result = run(program)  # type: ignore[arg-type]
+    assert result.error_code == "SPIN"
+    assert "node01" in result.error and "5 us" in result.error
+    assert "programs.py" in result.detail
+
+
+def test_a_node_that_is_silent_ends_the_run_with_its_stack(run: Runner) -> None:
+    result = run(programs.silent, silent_timeout_s=1.0)
+    assert result.error_code == "SILENT"
+    assert "node01" in result.error
+    assert "stuck_here" in result.detail
+
+
+def test_a_deadlock_says_who_waits_for_what(run: Runner) -> None:
+    result = run(programs.waits_for_ever)
+    assert result.error_code == "DEADLOCK"
+    assert "5 pieces of work" in result.error
+    for name in ("node00", "node03", "gateway"):
+        assert f"{name}: program in waits_for_ever at programs.py:" in result.detail
+
+
+def test_a_deadlock_waits_for_what_the_plan_still_does(run: Runner) -> None:
+    """A restart may set it going again, so it is one only after the plan's last fault."""
+    late = NodeFault(kind="kill", process=3, at_ps=10**12)
+    result = run(programs.waits_for_ever, node_faults=[late])
+    assert result.error_code == "DEADLOCK"
+    assert "4 pieces of work" in result.error and result.virtual_ps == 10**12
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [(programs.raises, "ValueError"), (programs.raises_in_a_handler, "ZeroDivisionError")],
+)
+def test_a_program_that_raises_ends_the_run_with_its_error_and_stack(
+    run: Runner, program: object, words: str
+) -> None:
+    """Also if the error's text is longer than a control packet and no valid Unicode."""
+    result = run(program)  # type: ignore[arg-type]
+    assert result.error.startswith("node01 failed at 5") or words == "ZeroDivisionError"
+    assert "programs.py" in result.detail or words == "ValueError"
+    assert result.error_code == "BUG"
+
+
+def test_what_the_program_is_told_may_be_large(run: Runner) -> None:
+    """A workload of thousands of requests: larger than any packet of a socket."""
+    told = {"end_us": 5, "requests": list(range(400_000))}
+    assert run(programs.chatter, program=told).error == ""
+
+
+def test_ctrl_c_ends_after_the_window_with_a_result(run: Runner) -> None:
+    def interfere(supervisor: Supervisor) -> None:
+        wait_for(lambda: hasattr(supervisor, "horizon") and supervisor.horizon.window > 50)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = run(programs.lively, interfere=interfere)
+    assert result.interrupted and result.error == ""
+    assert result.digest and result.virtual_ps > 0
+    assert len(list(Path(result.folder, "statistics").iterdir())) == 5
+
+
+def test_ctrl_c_at_a_kill_of_the_plan_still_ends(run: Runner) -> None:
+    """A plan with a fault in every window: whichever window is the last one, none follows."""
+    plan = [NodeFault(kind="restart", process=0, at_ps=n * 10**8) for n in range(1, 20_000)]
+
+    def interfere(supervisor: Supervisor) -> None:
+        wait_for(lambda: hasattr(supervisor, "horizon") and supervisor.horizon.window > 50)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = run(programs.lively, interfere=interfere, node_faults=plan)
+    assert result.interrupted and len(result.not_reached) > 10_000
+
+
+class Started:
+    """A run in a process of its own, up and running."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.machine.once", "lively", str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        words = self.process.stdout.readline().split()
+        assert words[0] == "up"
+        self.pids = [int(word) for word in words[1:]]
+
+    def ended(self) -> bool:
+        return not any(lives(pid) for pid in self.pids)
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        run = Started(Path(folder))
+        yield run
+        run.process.kill()
+        run.process.communicate()
+        wait_for(run.ended)
+        assert [name for name in os.listdir(folder) if name.startswith("cmnet-")] == []
+
+
+def test_everything_ends_within_two_seconds_of_a_killed_supervisor(started: Started) -> None:
+    assert len(started.pids) == 6 and not started.ended()
+    started.process.kill()
+    wait_for(started.ended, seconds=2.0)
+
+
+def test_sigterm_and_ctrl_c_of_the_terminal_give_a_result(started: Started) -> None:
+    """The terminal sends SIGINT to the whole group: nodes and zygote ignore it."""
+    os.killpg(started.process.pid, signal.SIGINT)
+    out, _ = started.process.communicate(timeout=20)
+    result = msgspec.json.decode(out.splitlines()[-1], type=RunResult)
+    assert result.interrupted and result.error == "" and result.deaths == []
+    assert not psutil.pid_exists(started.process.pid) or not lives(started.process.pid)

@@ -1,0 +1,354 @@
+"""Every sort of bad input through the real command line: status 2, and a message that helps.
+
+A message names the file (or option), the key, the value, and what would be right. Nothing may start:
+a run that begins in spite of bad input fails the test. ``run.main`` is what the shell calls; a few
+cases go through a real shell process as well.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+import run
+from nodes.serving import command
+
+ROOT = Path(run.__file__).resolve().parent
+MINI = ROOT / "topologies" / "mini.yaml"
+MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": %s, "hash_ids": %s}\n'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that starts is the failure; and runs/ is looked for in an empty folder."""
+
+    def started(*_: object) -> NoReturn:
+        raise AssertionError("a run started in spite of bad input")
+
+    monkeypatch.setattr(command, "run", started)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *parts: str) -> None:
+    status = run.main(arguments)
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert "Traceback" not in said
+    assert [part for part in parts if part not in said] == [], said
+    assert said.startswith("error: ") or "\nerror: " in said
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--requests", "0"], ("--requests", "'0'", "from 1")),
+    (["--requests", "ten"], ("--requests", "'ten'", "a whole number")),
+    (["--requests", "1.5"], ("--requests", "'1.5'", "a whole number")),
+    (["--requests=-5"], ("--requests", "'-5'", "a whole number")),
+    (["--rate", "0"], ("--rate", "'0'", "above 0")),
+    (["--rate=-1"], ("--rate", "'-1'", "above 0")),
+    (["--rate", "nan"], ("--rate", "'nan'", "such as 2")),
+    (["--rate", "1/0"], ("--rate", "'1/0'", "above 0")),
+    (["--seed", "-1"], ("--seed", "'-1'", "from 0 to 2^63 - 1")),
+    (["--seed", "9223372036854775808"], ("--seed", "9223372036854775808", "2^63 - 1")),
+    (["--seed", "0x10"], ("--seed", "'0x10'", "a whole number")),
+    (["--scale", "100"], ("--scale", "'100'", "'full' or a multiple of 64")),
+    (["--scale", "huge"], ("--scale", "'huge'", "'full'")),
+    (["--socket-buffer", "4096"], ("--socket-buffer", "'4096'", "unit", "'4 MiB'")),
+    (["--socket-buffer", "1KiB"], ("--socket-buffer", "'1KiB'", "4096")),
+    (["--socket-buffer", "4 XiB"], ("--socket-buffer", "'4 XiB'", "KiB")),
+    (["--start-order", "sideways"], ("--start-order", "'sideways'", "listed, random, reverse")),
+    (["--model", "gpt"], ("--model", "'gpt'", "seal")),
+    (["--model", "exact"], ("--model", "'exact'", "not built yet")),
+    (["--moe", "modelled"], ("--moe", "'modelled'", "full", "not built yet")),
+    (["--scheduler", "locality"], ("--scheduler", "'locality'", "peer", "not built yet")),
+    (["--pace", "1"], ("--pace", "'1'", "not built yet")),
+    (["--mtp", "1"], ("--mtp", "'1'", "not built yet")),
+    (["--mtp-graphs", "fused"], ("--mtp-graphs", "'fused'", "not built yet")),
+    (["--table", "decode"], ("--table", "'decode'", "not built yet")),
+    (["--attention", "dp"], ("--attention", "'dp'", "not built yet")),
+    (["--eplb", "on"], ("--eplb", "'on'", "not built yet")),
+    (["--microbatch", "on"], ("--microbatch", "'on'", "not built yet")),
+    (["--frobnicate"], ("--frobnicate",)),
+    (["--seed"], ("--seed",)),
+    (["--out", ""], ("--out", "''", "folder")),
+    (["--trace", "nowhere.jsonl"], ("nowhere.jsonl", "No such file", "a trace file")),
+    (["--plan", "nowhere.yaml"], ("nowhere.yaml", "No such file", "a plan file")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), OPTIONS, ids=lambda value: " ".join(value)[:40])
+def test_a_bad_option_of_serve_is_refused(
+    arguments: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options name themselves, the value, and what would be right; none is clamped or ignored."""
+    refused(capsys, ["serve", str(MINI), *arguments], *parts)
+
+
+COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["sevre"], ("sevre",)),
+    (["topologies/mini.yaml"], ("topologies/mini.yaml",)),
+    (["serve", "a.yaml", "b.yaml"], ("b.yaml",)),
+    (["replay"], ("RUN",)),
+    (["replay", "yesterday"], ("RUN", "'yesterday'", "the folder of a run")),
+    (["report", "yesterday"], ("RUN", "'yesterday'", "there is none")),
+    (["diff", "one"], ("RUN",)),
+    (["diff", "one", "other"], ("RUN", "'one'")),
+    (["moe", "--ep", "8"], ("'moe'", "not built yet", "serve")),
+    (["chaos", "--seeds", "3"], ("'chaos'", "not built yet")),
+    (["fault", "RUN", "ls"], ("'fault'", "not built yet")),
+    (["--pace", "2"], ("--pace", "not built yet")),
+    (["topology", "nowhere.yaml"], ("nowhere.yaml", "No such file", "a topology file")),
+    (["topology", "."], ("Is a directory", "a topology file")),
+    (["topology", "--checks"], ("--checks",)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), COMMANDS, ids=lambda value: " ".join(value)[:40])
+def test_a_bad_command_is_refused(
+    arguments: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown names, missing and superfluous arguments, and parts that do not exist yet."""
+    refused(capsys, arguments, *parts)
+
+
+# --- topologies ----------------------------------------------------------------------------------
+
+TOPOLOGIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "empty": ("", ("an empty file", "a mapping")),
+    "list": ("- 1\n- 2\n", ("[1, 2]", "a mapping with the keys")),
+    "no YAML": ("a: [1, 2\n", ("line 2", "well-formed YAML")),
+    "tab": ("a:\n\t- 1\n", ("line 2", "well-formed YAML")),
+    "repeated key": ("name: a\nname: b\n", ("line 2", "'name' given twice")),
+    "anchor": ("name: &x a\nabout: *x\n", ("anchor",)),
+    "no machine": ("name: a\n", ("machine", "(missing)")),
+    "base nowhere": ("base: nowhere.yaml\n", ("base", "nowhere.yaml", "an existing file")),
+    "base itself": ("base: bad.yaml\n", ("base", "bad.yaml", "not based on this one")),
+    "unknown key": ("base: MINI\nplane: {}\n", ("plane", "planes")),
+    "unknown key inside": (
+        "base: MINI\nplanes: {ub: {subplane: 7}}\n",
+        ("planes.ub.subplane", "did you mean 'subplanes'"),
+    ),
+    "no unit": (
+        "base: MINI\nplanes: {vpc: {propagation: {value: 10, kind: derived, source: x}}}\n",
+        ("planes.vpc.propagation.value", "10", "unit", "in quotes"),
+    ),
+    "wrong unit": (
+        "base: MINI\nplanes: {ub: {link_rate: {value: 28 us, kind: derived, source: x}}}\n",
+        ("planes.ub.link_rate.value", "28 us", "GB/s"),
+    ),
+    "no source": (
+        "base: MINI\nplanes: {ub: {link_rate: {value: 28 GB/s, kind: derived}}}\n",
+        ("planes.ub.link_rate.source", "missing"),
+    ),
+    "wrong kind": (
+        "base: MINI\nmachine: {nodes: {value: 4, kind: guessed, source: x}}\n",
+        ("machine.nodes.kind", "'guessed'", "published, derived, fitted, assumed"),
+    ),
+    "assumed without range": (
+        "base: MINI\nmachine: {nodes: {value: 4, kind: assumed, source: x}}\n",
+        ("machine.nodes", "range"),
+    ),
+    "no nodes": (
+        "base: MINI\nmachine: {nodes: {value: 0, kind: derived, source: x}}\n",
+        ("machine.nodes", "0"),
+    ),
+    "role of no node": ("base: MINI\nroles: {decode: [node09]}\n", ("roles.decode", "node09")),
+    "no propagation": (
+        "base: MINI\nplanes: {vpc: {propagation: {value: 0 us, kind: derived, source: x}}}\n",
+        ("planes.vpc.propagation",),
+    ),
+    "no carried layer": ("base: MINI\nmodel: {carried_layers: 0}\n", ("model.carried_layers", "0")),
+    "tokens per row": (
+        "base: MINI\nmodel: {tokens_per_carried: 100}\n",
+        ("model.tokens_per_carried", "100", "a divisor of block_tokens = 512"),
+    ),
+    "unknown model key": ("base: MINI\nmodel: {width: 7}\n", ("model.width", "7")),
+    "serving timeout": (
+        "base: MINI\nserving: {ping_timeout: {value: 1 s, kind: derived, source: x}}\n",
+        ("serving.ping_timeout", "1 s", "more than ping_interval"),
+    ),
+    "serving text": ("base: MINI\nserving: {request_tries: 2}\n", ("serving.request_tries", "2")),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_bad_topology_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the file that holds the key, the dotted key, its value, what is right."""
+    text, parts = TOPOLOGIES[name]
+    (tmp_path / "bad.yaml").write_text(text.replace("MINI", str(MINI)), encoding="utf-8")
+    refused(capsys, ["serve", "bad.yaml"], "bad.yaml", *parts)
+
+
+def test_a_topology_that_is_no_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are no UTF-8 come from files that were meant for something else."""
+    (tmp_path / "bad.yaml").write_bytes(b"name: \xff\n")
+    refused(capsys, ["topology", "bad.yaml"], "bad.yaml", "0xff", "UTF-8")
+
+
+def test_a_machine_without_roles_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    """pair.yaml is right, but nobody is there to serve."""
+    pair = str(ROOT / "topologies" / "pair.yaml")
+    refused(capsys, ["serve", pair], "pair.yaml", "roles.prefill", "to serve")
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+TRACES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "empty": ("", ("an empty file", "a trace")),
+    "no format": ("hello\n", ("line 1", "'hello'", "Mooncake JSONL", "Azure header")),
+    "header only": (AZURE, ("no rows", "at least one request")),
+    "no JSON": (MOONCAKE % (0, 5, 5, [0]) + "{oops\n", ("line 2", "{oops", "JSON object")),
+    "missing key": ('{"timestamp": 0}\n', ("line 1: input_length", "timestamp, input_length")),
+    "further key": (
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0], "x": 1}\n',
+        ("line 1: x", "only timestamp"),
+    ),
+    "text for number": (
+        MOONCAKE % (0, '"5"', 5, [0]),
+        ("line 1: input_length", "'5'", "1 or more"),
+    ),
+    "no output": (MOONCAKE % (0, 5, 0, [0]), ("line 1: output_length", "0", "1 or more")),
+    "too few blocks": (MOONCAKE % (0, 513, 5, [0]), ("line 1: hash_ids", "1 block ids", "2: one")),
+    "negative block": (MOONCAKE % (0, 5, 5, [-1]), ("line 1: hash_ids[0]", "-1", "2^62")),
+    "back in time": (
+        MOONCAKE % (9, 5, 5, [0]) + MOONCAKE % (8, 5, 5, [0]),
+        ("line 2: timestamp", "not before that of line 1"),
+    ),
+    "two fields": (AZURE + "2023-11-16 18:17:03.97,48\n", ("line 2", "three fields")),
+    "no instant": (AZURE + "yesterday,48,10\n", ("line 2: TIMESTAMP", "'yesterday'", "2023-11-16")),
+    "day 32": (AZURE + "2023-11-32 18:17:03,48,10\n", ("line 2: TIMESTAMP", "2023-11-32")),
+    "no tokens": (AZURE + "2023-11-16 18:17:03,-4,10\n", ("line 2: ContextTokens", "'-4'")),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_bad_trace_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the line and the field."""
+    text, parts = TRACES[name]
+    (tmp_path / "bad.trace").write_text(text, encoding="utf-8")
+    refused(capsys, ["serve", str(MINI), "--trace", "bad.trace"], "bad.trace", *parts)
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "no list": ("at: 1 s\n", ("a mapping with the keys at", "a list of faults")),
+    "no YAML": ("- {at: 1 s\n", ("line 2", "well-formed YAML")),
+    "no instant": ("- {target: node01, kind: kill}\n", ("fault 1: at", "missing")),
+    "no unit": ("- {at: 5, target: node01, kind: kill}\n", ("fault 1: at", "'5'", "unit")),
+    "no such kind": (
+        "- {at: 1 s, target: node01, kind: explode}\n",
+        ("fault 1: kind", "'explode'"),
+    ),
+    "not built": ("- {at: 1 s, target: node01, kind: pause}\n", ("'pause'", "not built yet")),
+    "no such node": ("- {at: 1 s, target: node99, kind: kill}\n", ("fault 1: target", "'node99'")),
+    "kill a die": (
+        "- {at: 1 s, target: node01/npu0/die0, kind: kill}\n",
+        ("fault 1: target", "node01/npu0/die0"),
+    ),
+    "chance above 1": (
+        "- {at: 1 s, target: node01, kind: loss, p: 1.5}\n",
+        ("fault 1: p", "'1.5'"),
+    ),
+    "unknown key": (
+        "- {at: 1 s, target: node01, kind: kill, why: anger}\n",
+        ("fault 1: why", "'anger'"),
+    ),
+    "second fault": (
+        "- {at: 1 s, target: node01, kind: kill}\n- {at: 1 s, target: node01, kind: loss}\n",
+        ("fault 2: p", "missing"),
+    ),
+    "no such sub-plane": (
+        "- {at: 1 s, target: subplane 7, kind: subplane_down}\n",
+        ("fault 1: target", "7"),
+    ),
+    "no such plane": ("- {at: 1 s, target: plane ip, kind: loss, p: 0.1}\n", ("fault 1", "ip")),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_bad_plan_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names which fault of the list, and its key."""
+    text, parts = PLANS[name]
+    (tmp_path / "bad.plan").write_text(text, encoding="utf-8")
+    refused(capsys, ["serve", str(MINI), "--plan", "bad.plan"], "bad.plan", *parts)
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def _full(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "precious").write_text("data")
+
+
+def _file(folder: Path) -> None:
+    folder.write_text("data")
+
+
+@pytest.mark.parametrize(
+    ("make", "part"), [(_full, "an empty folder"), (_file, "a folder that can be written")]
+)
+def test_an_out_that_would_overwrite_is_refused(
+    make: Callable[[Path], None], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run never mixes with what is there."""
+    make(tmp_path / "there")
+    refused(capsys, ["serve", str(MINI), "--out", "there"], "--out", "there", part)
+
+
+RECORDS = {
+    "cut": ('{"command": "ser', ("record.json", "a whole record")),
+    "empty": ("{}", ("record.json", "command", "a whole record")),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("what", ["replay", "report"])
+def test_a_broken_record_is_refused(
+    name: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for runs that are named by their name in runs/."""
+    text, parts = RECORDS[name]
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(text)
+    refused(capsys, [what, "one"], *parts)
+
+
+# --- through a shell -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [["serve", str(MINI), "--rate", "0"], ["topology", "nowhere.yaml"], ["moe"], ["--seed", "x"]],
+)
+def test_a_real_process_says_the_same(arguments: list[str], tmp_path: Path) -> None:
+    """Status 2, nothing on standard output but the first line, no traceback."""
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stdout.splitlines()) <= 1
