@@ -48,6 +48,8 @@ from cmnet.errors import CmnetError, InputError  # noqa: E402
 
 TOPOLOGY = ROOT / "topologies" / "cloudmatrix384.yaml"
 NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
+INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt; a run itself takes the signal and ends with a report."""
 SLOW_TO_START = ("serve", "link", "replay")
 
 _arguments: list[str] = []
@@ -234,7 +236,7 @@ def main(arguments: list[str]) -> int:
     except CmnetError as error:
         print(f"error: {error.code}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    if status == INTERRUPTED:
         print("interrupted before the run began or after it ended", file=sys.stderr)
         return 1
     return int(status or 0)

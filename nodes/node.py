@@ -7,7 +7,7 @@ from typing import Any
 
 from cmnet.launch.agent import Context, Program
 from cmnet.topology.machine import Machine, Plane
-from nodes.carriers import FrameCarrier
+from nodes.carriers import RdmaCarrier, UbCarrier, VpcCarrier
 from nodes.ems.client import StoreClient
 from nodes.ems.placement import NodeWeight, View, make_view
 from nodes.ems.server import StoreServer
@@ -49,13 +49,17 @@ class Node:
         self._body = body
         self._view = view
         self._touch = touch
-        carriers = {plane: FrameCarrier(context.fabric, plane) for plane in Plane}
-        self._post = Post(context.loop, carriers, messages.TYPES)  # type: ignore[arg-type]
+        carriers: dict[Plane, Any] = {Plane.VPC: VpcCarrier(context)}
+        if context.machine.processes[context.process].is_node:
+            carriers |= {Plane.UB: UbCarrier(context), Plane.RDMA: RdmaCarrier(context)}
+        self._carriers = carriers
+        self._post = Post(context.loop, carriers, messages.TYPES)
         self._statistics: dict[str, Any] = {}
         context.on_statistics = self._collect
 
     def _collect(self) -> dict[str, Any]:
-        return {name: part() for name, part in self._statistics.items()}
+        parts = {name: part() for name, part in self._statistics.items()}
+        return parts | {plane.name: c.statistics() for plane, c in self._carriers.items()}
 
     async def run(self) -> None:
         """The parts of this process's roles, for ever; the gateway's ends the run."""

@@ -86,6 +86,24 @@ class Post:
         """Send a message; ``charged_bytes`` 0 means the bytes of its encoding and payload."""
         self._carry(plane, source, target, 0, message, payload, charged_bytes)
 
+    async def complete(
+        self,
+        source: int,
+        target: int,
+        message: msgspec.Struct,
+        *,
+        payload: Payload,
+        charged_bytes: int,
+    ) -> None:
+        """Send over RDMA and wait for the completion. Raises OperationError."""
+        body = self._encode((0, message))
+        rdma = self._carriers[Plane.RDMA]
+        await rdma.complete(source, target, body, payload, charged_bytes)  # type: ignore[attr-defined]
+
+    def forget(self, process: int) -> None:
+        """A process was restarted: its streams are gone."""
+        self._carriers[Plane.VPC].forget(process)  # type: ignore[attr-defined]
+
     def deliver(self, message: msgspec.Struct) -> None:
         """Handle a message of this process to itself."""
         self._handlers[type(message)](message, b"", -1)

@@ -17,6 +17,7 @@ import pytest
 
 import run
 from nodes.serving import command
+from planes import measure
 
 ROOT = Path(run.__file__).resolve().parent
 MINI = ROOT / "topologies" / "mini.yaml"
@@ -31,6 +32,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("a run started in spite of bad input")
 
     monkeypatch.setattr(command, "run", started)
+    monkeypatch.setattr(measure, "measure", started)
     monkeypatch.chdir(tmp_path)
 
 
@@ -115,6 +117,42 @@ def test_a_bad_command_is_refused(
 ) -> None:
     """Unknown names, missing and superfluous arguments, and parts that do not exist yet."""
     refused(capsys, arguments, *parts)
+
+
+DIE, CPU, NODE = "node00/npu1/die1", "node01/cpu0", "node02"
+LINKS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["ip", DIE, "node01/npu0/die0", "1MiB"], ("--plane", "'ip'", "ub, rdma, vpc")),
+    (["ub", "node09/npu0/die0", DIE, "1MiB"], ("--src", "node09/npu0/die0", "a device such as")),
+    (["ub", DIE, "node00/npu1/die2", "1MiB"], ("--dst", "node00/npu1/die2", "did you mean")),
+    (["ub", DIE, DIE, "1MiB"], ("path on UB", DIE, "two devices that differ")),
+    (["rdma", DIE, CPU, "1MiB"], ("path on RDMA", CPU, "two dies")),
+    (["vpc", DIE, NODE, "1MiB"], ("path on VPC", NODE, "two nodes")),
+    (["ub", DIE, CPU, "1000"], ("--bytes", "'1000'", "unit")),
+    (["ub", DIE, CPU, "0B"], ("--bytes", "from 1")),
+    (["ub", DIE, CPU, "65GiB"], ("--bytes", "at most 64 GiB")),
+    (["ub", DIE, CPU, "1B", "--flows", "0"], ("--flows", "'0'", "from 1")),
+    (["ub", DIE, CPU, "1B", "--repeat", "x"], ("--repeat", "'x'", "a whole number")),
+    (["ub", DIE, CPU, "1B", "--plan", "nowhere.yaml"], ("nowhere.yaml", "a plan file")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), LINKS, ids=lambda value: " ".join(value)[:40])
+def test_a_bad_link_is_refused(
+    arguments: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device that is not there, a plane that does not join two, a size that is none."""
+    plane, source, target, size, *more = arguments
+    ends = ["--plane", plane, "--src", source, "--dst", target, "--bytes", size]
+    refused(capsys, ["link", str(MINI), *ends, *more], *parts)
+
+
+def test_a_plan_of_link_has_link_faults_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is served, so a killed node would only hang the measurement."""
+    (tmp_path / "kill.plan").write_text("- {at: 1 s, target: node01, kind: kill}\n")
+    ends = ["--plane", "ub", "--src", DIE, "--dst", CPU, "--bytes", "1B", "--plan", "kill.plan"]
+    refused(capsys, ["link", str(MINI), *ends], "kill.plan", "'kill'", "link faults only")
 
 
 # --- topologies ----------------------------------------------------------------------------------

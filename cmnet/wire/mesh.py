@@ -30,6 +30,11 @@ LARGE_BYTES = 1 << 15
 """A payload from here on is read straight into its own buffer."""
 
 IOV_MAX = 1000
+
+SEGMENT_BYTES_LOOPBACK = 65_483
+SEGMENT_BYTES_SMALL = 536
+"""A buffer below one segment of the loopback makes TCP send only when its persist timer fires, 200 ms
+apart (measured: 60 KB/s at 4 KiB). With segments of 536 B, TCP's default, it never does."""
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -171,6 +176,8 @@ class Mesh:
             sock.settimeout(CONNECT_TIMEOUT_S)
             if plane:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._socket_buffer_bytes < SEGMENT_BYTES_LOOPBACK:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES_SMALL)
                 sock.connect(("127.0.0.1", address.tcp_port))
             else:
                 sock.connect(address.unix_path)

@@ -86,7 +86,7 @@ class DecodeNode:
         self._waiting: dict[int, Sequence] = {}
         self._active: dict[int, Sequence] = {}
         self._attempts: dict[int, int] = {}
-        """Attempts of requests before this one are given up."""
+        """Rows of earlier attempts than this are not taken: given up, or here already."""
         self._epoch = messages.Epoch(0, ())
         self._placement: ExpertPlacement | None = None
         self._node_firsts: list[int] = []
@@ -104,8 +104,8 @@ class DecodeNode:
         rows = self._body.rows_from_bytes(payload).reshape(-1, message.rows)
         rows = self._touch("rows", rows.T).T
         if message.attempt < self._attempts.get(message.request, 0):
-            return  # given up while its rows were on the way
-        self._attempts[message.request] = message.attempt
+            return  # given up while its rows were on the way, or here already
+        self._attempts[message.request] = message.attempt + 1
         sequence = Sequence(message, rows)
         self._waiting[message.request] = sequence
         self._announce(sequence)
@@ -119,7 +119,8 @@ class DecodeNode:
         self._to_leader(joined)
 
     def _cancel(self, message: messages.Cancel, _: bytes, __: int) -> None:
-        self._attempts[message.request] = message.attempt + 1
+        least = self._attempts.get(message.request, 0)
+        self._attempts[message.request] = max(least, message.attempt + 1)
         for held in (self._waiting, self._active):
             sequence = held.get(message.request)
             if sequence is not None and sequence.attempt == message.attempt:

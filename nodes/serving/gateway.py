@@ -302,6 +302,7 @@ class Gateway:
         """A new incarnation: what the old one had is gone, even if nobody missed it yet."""
         if node in self._alive:
             self._is_dead(node)
+        self._post.forget(node)
         self._incarnations[node] = incarnation
         self._alive.add(node)
         self._context.mark(f"node {node} is back")

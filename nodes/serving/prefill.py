@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cmnet.errors import OperationError
 from cmnet.launch.agent import Context
 from cmnet.topology.machine import Plane
 from nodes.ems.client import StoreClient
@@ -73,6 +74,7 @@ class PrefillInstance:
         self._batch_tokens_max = job.serving.prefill_tokens_max.amount * len(self._dies)
         self._gateway = machine.vpc_port(machine.roles.gateway or 0)
         self._vpc = machine.vpc_port(context.process)
+        self._sender = RowsSender(context, post, job)
         self._queue: list[messages.Prefill] = []
         self._queued = asyncio.Event()
         self.batches = 0
@@ -180,9 +182,7 @@ class PrefillInstance:
         payload = np.ascontiguousarray(rows).tobytes()
         home = self._context.machine.devices[source].process
         if home == self._context.process:
-            send_rows(
-                self._context, self._post, self._model.kv_bytes_per_token, header, payload, source
-            )
+            self._sender.begin(header, payload, source)
         else:
             # the All-Gather put the rows on every die of the instance; its cost is the cost model's
             self._post.send(
@@ -215,24 +215,42 @@ def _words(block: bytes) -> Array:
     return np.frombuffer(block, dtype=np.uint64)
 
 
-def send_rows(
-    context: Context,
-    post: Post,
-    kv_bytes_per_token: int,
-    header: messages.Rows,
-    payload: bytes,
-    source: int,
-) -> None:
-    """KV rows from a die of the instance to their decode rank, over RDMA."""
-    decode_dies = [d for node in context.machine.roles.decode for d in context.machine.dies(node)]
-    post.send(
-        Plane.RDMA,
-        source,
-        decode_dies[header.rank],
-        header,
-        payload=payload,
-        charged_bytes=header.input_tokens * kv_bytes_per_token,
-    )
+class RowsSender:
+    """Sends KV rows from a die of this node to their decode rank, over RDMA, with retries."""
+
+    def __init__(self, context: Context, post: Post, job: Job) -> None:
+        machine = context.machine
+        self._context = context
+        self._post = post
+        self._settings = job.serving
+        self._kv_bytes_per_token = job.model.kv_bytes_per_token
+        self._decode_dies = [d for node in machine.roles.decode for d in machine.dies(node)]
+        self._gateway = machine.vpc_port(machine.roles.gateway or 0)
+        self._vpc = machine.vpc_port(context.process)
+
+    def begin(self, header: messages.Rows, payload: bytes, source: int) -> None:
+        """Send in the background; if all tries fail, the gateway is told."""
+        name = f"rows {header.request}.{header.attempt}"
+        self._context.spawn(self._send(header, payload, source), name)
+
+    async def _send(self, header: messages.Rows, payload: bytes, source: int) -> None:
+        error: OperationError | None = None
+        for number in range(self._settings.transfer_tries.amount):
+            if number:
+                await self._context.loop.sleep_ps(self._settings.transfer_pause.amount)
+            try:
+                await self._post.complete(
+                    source,
+                    self._decode_dies[header.rank],
+                    header,
+                    payload=payload,
+                    charged_bytes=header.input_tokens * self._kv_bytes_per_token,
+                )
+                return
+            except OperationError as failed:
+                error = failed
+        failure = messages.Failed(header.request, header.attempt, f"KV transfer: {error}")
+        self._post.send(Plane.VPC, self._vpc, self._gateway, failure)
 
 
 class PrefillHelper:
@@ -240,9 +258,7 @@ class PrefillHelper:
 
     def __init__(self, context: Context, post: Post, job: Job, instance: tuple[int, ...]) -> None:
         machine = context.machine
-        self._context = context
-        self._post = post
-        self._kv_bytes_per_token = job.model.kv_bytes_per_token
+        self._sender = RowsSender(context, post, job)
         self._dies = [die for node in instance for die in machine.dies(node)]
         decode_dies = len(machine.roles.decode) * machine.dies_per_node
         self._groups = Groups(
@@ -253,4 +269,4 @@ class PrefillHelper:
     def _hand_over(self, message: messages.Handover, payload: bytes, _: int) -> None:
         header = message.rows
         source = self._dies[self._groups.prefill_tp_rank(decode_dp_rank=header.rank)]
-        send_rows(self._context, self._post, self._kv_bytes_per_token, header, payload, source)
+        self._sender.begin(header, payload, source)

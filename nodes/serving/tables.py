@@ -121,7 +121,7 @@ def _times_table(report: Report, name: str, title: str) -> Table:
     note = "; ".join(f"{first}: {definition}" for definition, first in what.items())
     if len(what) < len(rows):
         note = next(iter(what))
-    columns = ("", ">count", ">mean", ">p50", ">p90", ">p99", ">max")
+    columns = ("", ">n", ">mean", ">p50", ">p90", ">p99", ">max")
     return Table(title=title, columns=columns, rows=rows, note=note)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,13 @@ from hypothesis import strategies as st
 
 from cmnet.errors import LinkError, MemoryRangeError, OperationError, PeerDeadError
 from cmnet.launch.agent import Context
+from cmnet.launch.run import NodeFault, Settings
+from cmnet.launch.supervisor import Supervisor
 from cmnet.link import effects
 from cmnet.link.rules import Rule
 from cmnet.topology.machine import Operation, Plane
 from planes.rdma import QueuePair, Rdma, Received
+from planes.ub import Ub
 from tests import closed_form
 from tests.planes.two_nodes import MS, US, device, rule, run
 from tests.rig import machine
@@ -120,6 +126,7 @@ def test_messages_come_in_order_whatever_rules_do(
                 await future
             except OperationError as error:
                 errors.append(error)
+        assert loss or pair.statistics()["chunks_resent"] == 0
 
     start_ps = CONNECTED_PS
     few = Fraction(loss, 10)
@@ -209,6 +216,45 @@ def test_many_queue_pairs_share_a_port_without_timeouts() -> None:
     assert got == list(range(flows))
 
 
+def test_tries_are_counted_from_the_last_progress() -> None:
+    """More timeouts than tries, and yet no error: in between something was acknowledged."""
+
+    async def work(context: Context, pair: QueuePair) -> None:
+        await pair.write_with_imm(b"whole", charged_bytes=400 * CHUNK)
+        assert pair.statistics()["timeouts"] > TRIES
+
+    lossy = rule(effects.Loss(probability=Fraction(1, 20)), source=A, start_ps=CONNECTED_PS)
+    got, _ = connected(work, rules=(lossy,))
+    assert [m.data for m in got] == [b"whole"]
+
+
+@pytest.mark.slow
+def test_a_retransmission_on_a_crowded_port_is_not_taken_for_a_second_loss() -> None:
+    """450 pairs: a chunk waits 75 ms for its turn. The first of pair 0 is lost; its retransmission has
+    one timeout behind it, and what still waited in the port or asked before counts for nothing."""
+    counts = {}
+
+    async def target(context: Context) -> None:
+        Rdma(context).on_receive(B, lambda m: None)
+
+    async def source(context: Context) -> None:
+        rdma = Rdma(context)
+        pairs = [await rdma.connect(A, B) for _ in range(450)]
+        await context.loop.sleep_until_ps(10 * MS)
+        sizes = [17 * CHUNK] + [36 * CHUNK] * 449
+        for future in [
+            pair.post_write_with_imm(charged_bytes=size)
+            for pair, size in zip(pairs, sizes, strict=True)
+        ]:
+            await future
+        counts.update(pairs[0].statistics())
+        assert rdma.statistics()["timeouts"] == 1
+
+    cut = rule(effects.Partition(), source=A, start_ps=10 * MS, until_ps=10 * MS + 1)
+    run({0: source, 1: target}, rules=(cut,))
+    assert counts == {"chunks_sent": 17 + 17, "chunks_resent": 17, "timeouts": 1}
+
+
 def test_a_dead_peer_ends_everything_after_seven_tries() -> None:
     """An error completion at exactly 7 x 67 ms; definite only for what had not begun to leave. Then
     the queue pair is in error until it is connected anew."""
@@ -249,8 +295,9 @@ def test_reconnecting_ends_what_is_outstanding() -> None:
         ]
         await pair.write_with_imm(b"z", charged_bytes=2 * CHUNK)
 
-    got, _ = connected(work)
+    got, plane = connected(work)
     assert [m.data for m in got] == [b"z"]
+    assert len(plane._receiver._pairs) == 1
 
 
 def test_a_restarted_target_refuses_frames_of_the_old_connection() -> None:
@@ -348,6 +395,28 @@ def test_a_read_of_a_dead_peer_ends_and_takes_the_queue_pair_with_it() -> None:
     connected(work, rules=(cut,), region_bytes=8, data=b"01234567")
 
 
+def test_a_read_that_waits_in_the_target_s_port_is_not_served_twice() -> None:
+    """500 reads take longer than the timeout: who asks again changes nothing while its data wait in
+    the port; only the one chunk that is on the wire just then is sent again."""
+    charged = []
+
+    async def target(context: Context) -> None:
+        Rdma(context).memory.register(B, R, charged_bytes=CHUNK, carried_bytes=1)
+        await context.loop.sleep_ps(1000 * MS)
+        charged.append(context.fabric.statistics()["RDMA"]["charged_bytes"])
+
+    async def source(context: Context) -> None:
+        rdma = Rdma(context)
+        pair = await rdma.connect(A, B)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(500):
+                group.create_task(pair.read(region=R, charged_bytes=CHUNK))
+        assert pair.statistics()["timeouts"] > 0
+
+    run({0: source, 1: target})
+    assert charged == [501 * CHUNK]
+
+
 @given(seed=st.integers(0, 2**32), loss=st.sampled_from([1, 3, 5]))
 @settings(deadline=None, max_examples=30)
 def test_reads_survive_loss_and_copies(seed: int, loss: int) -> None:
@@ -397,3 +466,46 @@ def test_a_message_that_nobody_receives_is_refused() -> None:
         assert isinstance(await _error(pair.write_with_imm(b"x")), MemoryRangeError)
 
     run({0: source, 1: target})
+
+
+@pytest.mark.machine
+@pytest.mark.slow
+def test_a_real_restart_needs_a_new_connection() -> None:
+    """Killed and started anew with the same topology: the old queue pair ends in error, a new one works;
+    a UB write to the dead node is indefinite."""
+    settings = Settings(
+        node_faults=[
+            NodeFault(at_ps=1 * MS, kind="kill", process=1),
+            NodeFault(at_ps=2 * MS, kind="restart", process=1),
+        ]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for inside in ("disk", "journal", "statistics", "stacks"):
+            (Path(folder) / inside).mkdir()
+        run_ = Supervisor(
+            machine=machine("pair"), program=_restarted, settings=settings, folder=Path(folder)
+        ).run()
+        assert run_.error == ""
+        text = (Path(folder) / "statistics" / "node00.json").read_text()
+    assert '"ends":["before","PeerDeadError","PeerDeadError","after"]' in text
+
+
+async def _restarted(context: Context) -> None:
+    rdma, ub = Rdma(context), Ub(context)
+    if context.process == 1:
+        rdma.on_receive(B, lambda m: None)
+        ub.memory.register(B, R, charged_bytes=8)
+        return
+    ends: list[str] = []
+    context.on_statistics = lambda: {"ends": ends}
+    pair = await rdma.connect(A, B)
+    await pair.write_with_imm(b"x", charged_bytes=CHUNK)
+    ends.append("before")
+    await context.loop.sleep_until_ps(1 * MS + 1)
+    ends.append(type(await _error(ub.write(source=A, target=B, region=R, data=b"x"))).__name__)
+    assert context.loop.now_ps > 2 * MS
+    ends.append(type(await _error(pair.write_with_imm(b"y"))).__name__)
+    await pair.reconnect()
+    await pair.write_with_imm(b"z")
+    ends.append("after")
+    context.finish()

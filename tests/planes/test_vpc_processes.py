@@ -74,11 +74,11 @@ async def one_echo(context: Context, vpc: Vpc, host: str) -> None:
 
 
 def test_real_processes_give_the_digest_of_one_process(run: Runner, tmp_path: Path) -> None:
-    """Every delivery, size and mark at the same picosecond, also through buffers of 4 KiB."""
+    """Every delivery, size and mark at the same picosecond, also through buffers of 64 KiB."""
     folder = tmp_path / "local"
     folder.mkdir()
     alone = LocalMachine(machine(folder, "mini"), folder=folder).run(all_to_all)
-    for bytes_ in (4 << 20, 4 << 10):
+    for bytes_ in (4 << 20, 64 << 10):
         result = run(all_to_all, socket_buffer_bytes=bytes_)
         assert (result.error, result.digest) == ("", alone)
 

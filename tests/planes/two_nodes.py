@@ -43,20 +43,23 @@ def run(
     dead: tuple[int, ...] = (),
     others: Part | None = None,
 ) -> str:
-    """Run a part in each process named, ``others`` in the rest; ends when the first part has."""
-    first = next(iter(parts))
+    """Run a part in each process named, ``others`` in the rest; all parts must come to their end."""
+    ended: set[int] = set()
 
     async def program(context: Context) -> None:
         part = parts.get(context.process, others)
         if part is not None:
             await part(context)
-        if context.process == first:
+        ended.add(context.process)
+        if ended.issuperset(parts):
             context.finish()
 
     with tempfile.TemporaryDirectory() as folder:
         local = Machine(name, Path(folder), rules=rules, seed=seed)
         local.dead.update(dead)
-        return local.run(program)
+        digest = local.run(program)
+    assert ended.issuperset(parts), f"of {sorted(parts)} only {sorted(ended)} came to their end"
+    return digest
 
 
 def device(name: str, topology: str = "pair") -> int:
