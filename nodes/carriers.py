@@ -140,12 +140,13 @@ class _Inbound(asyncio.Protocol):
 class _Outbound(asyncio.Protocol):
     """Our stream to a peer. What waits when it breaks is lost."""
 
-    def __init__(self, carrier: VpcCarrier, peer: int) -> None:
+    def __init__(self, carrier: VpcCarrier, peer: int, transport: VpcTransport) -> None:
         self._carrier = carrier
         self._peer = peer
+        self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._carrier.forget(self._peer)
+        self._carrier.broken(self._peer, self._transport)
 
 
 class VpcCarrier:
@@ -194,7 +195,7 @@ class VpcCarrier:
         if self._streams.get(peer) is not waiting:  # forgotten meanwhile
             transport.abort()
             return
-        transport.attach(_Outbound(self, peer))
+        transport.attach(_Outbound(self, peer, transport))
         transport.writelines(waiting)
         self._streams[peer] = transport
 
@@ -203,6 +204,11 @@ class VpcCarrier:
         stream = self._streams.pop(peer, None)
         if isinstance(stream, VpcTransport):
             stream.abort()
+
+    def broken(self, peer: int, transport: VpcTransport) -> None:
+        """A stream ended; a newer one may already be there."""
+        if self._streams.get(peer) is transport:
+            del self._streams[peer]
 
     def statistics(self) -> dict[str, Any]:
         statistics = self._vpc.statistics()

@@ -23,6 +23,7 @@ import msgspec
 from cmnet import entropy
 from cmnet.errors import FrameError, NodeFailedError, SpinError
 from cmnet.fabric import INCARNATION_SHIFT, Fabric
+from cmnet.launch import stacks
 from cmnet.link.rules import Rule, Rules, Switches
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine
@@ -264,7 +265,7 @@ class Agent:
                 self._write_statistics()
                 self._send(control.encode_rare("statistics"))
             case "why":
-                self._send(control.encode_rare("because", waits=self._waits()))
+                self._send(control.encode_rare("because", waits=stacks.waits(self.loop)))
             case "stop":
                 self.loop.stop()
             case other:
@@ -282,16 +283,6 @@ class Agent:
         (folder / f"{self.context.name}.json").write_bytes(msgspec.json.encode(statistics))
         if self._journal is not None:
             self._journal.flush()
-
-    def _waits(self) -> list[str]:
-        waits = []
-        for task in sorted(asyncio.all_tasks(self.loop), key=hash):
-            stack = task.get_stack(limit=1)
-            where = stack[-1] if stack else None
-            at = f"{Path(where.f_code.co_filename).name}:{where.f_lineno}" if where else "its start"
-            name = where.f_code.co_name if where else ""
-            waits.append(f"{task.get_name()} in {name} at {at}")
-        return waits[:40]
 
     # --- windows ----------------------------------------------------------------------------------
 
@@ -360,7 +351,7 @@ class Agent:
             return
         self.failed = True
         stack = "".join(traceback.format_exception(error))
-        waits = self._waits() if isinstance(error, SpinError) else []
+        waits = stacks.spinning(self.loop.due()) if isinstance(error, SpinError) else []
         self._send(
             control.encode_rare(
                 "failed",

@@ -334,7 +334,9 @@ class Supervisor:
             self._unplanned_windows.pop(process, None)
         self._wait_until_gone(process)
         self._addresses[process] = None
-        self._ended_digests[process].append(self.conductor.states[process].digest)
+        state = self.conductor.states[process]
+        state.outstanding = 0
+        self._ended_digests[process].append(state.digest)
         self.result.deaths.append(
             DeathRecord(
                 process=process,

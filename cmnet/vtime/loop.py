@@ -354,6 +354,12 @@ class VirtualLoop(uvloop.Loop):
             self._spins = 0
             raise SpinError(f"{self.spin_limit} callbacks at {format_ps(self.now_ps)}")
 
+    def due(self) -> list[Callable[..., Any]]:
+        """What is still to run at this instant, for the words of a watchdog."""
+        handles = [*self._ready, *[e[5] for e in self._instant if e[4] is _run_timer]]
+        callbacks = [handle._callback for handle in handles]
+        return callbacks + [e[4] for e in self._instant if e[4] is not _run_timer]
+
     def _wake(self, _: object) -> None:
         uvloop.Loop.call_soon_threadsafe(self, self._resume_native)
 

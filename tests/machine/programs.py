@@ -43,7 +43,7 @@ class Chatter:
         }
         for plane in Plane:
             self.fabric.bind(PASS_ON + plane, self.passed_on)
-        self.fabric.bind(BURST, self.bundle_came)
+        self.fabric.bind(BURST, self.bundle_came)  # type: ignore[arg-type]
         self.fabric.bind(SIGNAL, self.signalled)
 
     def pick(self, values: list[Any]) -> Any:
@@ -140,7 +140,11 @@ async def lively(context: Context) -> None:
 async def spins(context: Context) -> None:
     await context.loop.sleep_ps(5 * US)
     while context.name == "node01":
-        await asyncio.sleep(0)
+        await no_progress()
+
+
+async def no_progress() -> None:
+    await asyncio.sleep(0)
 
 
 async def spins_on_timers(context: Context) -> None:
@@ -164,8 +168,11 @@ async def silent(context: Context) -> None:
 
 async def waits_for_ever(context: Context) -> None:
     context.outstanding(+1)
-    answer: asyncio.Future[None] = context.loop.create_future()
-    await answer
+    await an_answer(context)
+
+
+async def an_answer(context: Context) -> None:
+    await context.loop.create_future()
 
 
 async def raises(context: Context) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cmnet.launch import agent
 from cmnet.launch.supervisor import NodeFault, RunResult, Supervisor
 from tests.machine import programs
 from tests.machine.conftest import Runner, lives, wait_for
@@ -112,13 +113,25 @@ def test_a_kill_at_the_very_beginning_lets_nothing_of_that_instant_happen(run: R
     assert same(*runs)
 
 
-def test_a_node_that_dies_before_it_is_ready_ends_the_launch(run: Runner) -> None:
-    def interfere(supervisor: Supervisor) -> None:
-        wait_for(lambda: 2 in supervisor.pids)
-        os.kill(supervisor.pids[2], signal.SIGKILL)
+@pytest.fixture
+def never_ready(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a process die right after its fork; its name is that of node and incarnation."""
 
-    result = run(programs.lively, interfere=interfere, topology="mini")
-    # it may have been ready just in time: then the run goes on without it until it is ended here
+    def set_name(doomed: str) -> None:
+        def prepare(run_folder: str, name: str) -> None:
+            if name == doomed:
+                os._exit(3)
+
+        monkeypatch.setattr(agent, "prepare_process", prepare)
+
+    return set_name
+
+
+def test_a_node_that_dies_before_it_is_ready_ends_the_launch(
+    run: Runner, never_ready: Callable[[str], None]
+) -> None:
+    never_ready("node02.0")
+    result = run(programs.lively)
     assert result.error_code == "LAUNCH"
     assert "node02 ended before it was ready" in result.error
 
@@ -129,17 +142,18 @@ def test_a_node_whose_program_ends_the_process_is_a_death(run: Runner) -> None:
     assert result.deaths[0].at_ps == 0 and not result.deaths[0].planned
 
 
-def test_a_restarted_node_that_dies_before_it_is_ready_is_dead_again(run: Runner) -> None:
-    def interfere(supervisor: Supervisor) -> None:
-        wait_for(lambda: 1 in supervisor.pids)
-        first = supervisor.pids[1]
-        wait_for(lambda: supervisor.pids[1] != first)
-        os.kill(supervisor.pids[1], signal.SIGKILL)
-
+def test_a_restarted_node_that_dies_before_it_is_ready_is_dead_again(
+    run: Runner, never_ready: Callable[[str], None]
+) -> None:
+    """It ran nothing, so it replays as a kill right after the restart."""
     plan = [fault("kill", 1, 100), fault("restart", 1, 150)]
-    result = run(programs.chatter, program=PROGRAM, node_faults=plan, interfere=interfere)
-    assert result.error == ""
-    assert [death.planned for death in result.deaths] == [True, False]
+    never_ready("node01.1")
+    result = run(programs.chatter, program=PROGRAM, node_faults=plan)
+    assert [(death.planned, death.at_ps // US) for death in result.deaths] == [
+        (True, 100),
+        (False, 150),
+    ]
+    never_ready("nobody")
     assert same(result, replayed(run, result, plan))
 
 

@@ -42,6 +42,7 @@ def test_a_node_that_spins_ends_the_run_with_its_name_and_place(
     result = run(program)  # type: ignore[arg-type]
     assert result.error_code == "SPIN"
     assert "node01" in result.error and "5 us" in result.error
+    assert "spins: program in" in result.detail or "spins: spins_on_timers" in result.detail
     assert "programs.py" in result.detail
 
 
@@ -57,7 +58,8 @@ def test_a_deadlock_says_who_waits_for_what(run: Runner) -> None:
     assert result.error_code == "DEADLOCK"
     assert "5 pieces of work" in result.error
     for name in ("node00", "node03", "gateway"):
-        assert f"{name}: program in waits_for_ever at programs.py:" in result.detail
+        assert f"{name}: program in an_answer at programs.py:" in result.detail
+    assert ", called by waits_for_ever at programs.py:" in result.detail
 
 
 def test_a_deadlock_waits_for_what_the_plan_still_does(run: Runner) -> None:
