@@ -46,7 +46,7 @@ from typer.exceptions import TyperException  # noqa: E402
 
 from cmnet.errors import CmnetError, InputError  # noqa: E402
 
-TOPOLOGY = ROOT / "topologies" / "cloudmatrix384.yaml"
+TOPOLOGY = os.path.join("" if Path.cwd() == ROOT else ROOT, "topologies/cloudmatrix384.yaml")
 NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
 INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt; a run itself takes the signal and ends with a report."""
@@ -84,7 +84,7 @@ def _later(metavar: str) -> Any:
 
 @app.command()
 def serve(
-    topology: Topology = str(TOPOLOGY),
+    topology: Topology = TOPOLOGY,
     trace: Annotated[
         str | None, _option("FILE", "Mooncake JSONL or Azure CSV; generated if left out.")
     ] = None,
@@ -128,7 +128,7 @@ def serve(
 
 @app.command()
 def link(
-    topology: Topology = str(TOPOLOGY),
+    topology: Topology = TOPOLOGY,
     *,
     plane: Annotated[str, _option("PLANE", "ub, rdma or vpc.")],
     src: Annotated[str, _option("DEVICE", "node03/npu2/die1, node03/cpu0 or node03.")],
@@ -150,7 +150,7 @@ def link(
 
 @app.command()
 def topology(
-    topology: Topology = str(TOPOLOGY),
+    topology: Topology = TOPOLOGY,
     check: Annotated[bool, typer.Option("--check", help="Only say whether it is right.")] = False,
     json: Json = False,
 ) -> int:
@@ -236,6 +236,8 @@ def main(arguments: list[str]) -> int:
     except CmnetError as error:
         print(f"error: {error.code}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     if status == INTERRUPTED:
         print("interrupted before the run began or after it ended", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from cmnet.launch.agent import Context, Program
@@ -129,7 +130,7 @@ class _Leading:
         self._leader: Leader | None = None
         self._task: asyncio.Task[None] | None = None
         self._epoch = 0
-        self._early: list[Any] = []
+        self._early: list[tuple[Callable[[Leader, Any], None], Any]] = []
         post.on(messages.Epoch, self._epoch_came)
         post.on(messages.Hello, self._hello)
         post.on(messages.Joined, self._joined)
@@ -156,23 +157,26 @@ class _Leading:
             first_number=0,
             node_of_rank=lambda rank: machine.roles.decode[rank // dies],
             sequences_max=self._job.serving.decode_sequences_max.amount,
+            timeout_ps=2 * self._job.serving.step_timeout.amount,
         )
         early, self._early = self._early, []
-        for message in early:
+        for handle, message in early:
             if message.epoch == epoch.number:
-                self._leader.hello(message)
+                handle(self._leader, message)
         self._task = self._context.spawn(self._leader.run(), "leader")
 
     def _hello(self, message: messages.Hello, _: bytes, __: int) -> None:
-        if self._leader is not None and message.epoch == self._epoch:
-            self._leader.hello(message)
-        elif message.epoch > self._epoch:
-            self._early.append(message)
+        self._tell(Leader.hello, message)
 
     def _joined(self, message: messages.Joined, _: bytes, __: int) -> None:
-        if self._leader is not None and message.epoch == self._epoch:
-            self._leader.joined(message)
+        self._tell(Leader.joined, message)
 
     def _done(self, message: messages.StepDone, _: bytes, __: int) -> None:
+        self._tell(Leader.done, message)
+
+    def _tell(self, handle: Callable[[Leader, Any], None], message: Any) -> None:
+        """For the leader of this epoch; of a later one, once we know of it."""
         if self._leader is not None and message.epoch == self._epoch:
-            self._leader.done(message)
+            handle(self._leader, message)
+        elif message.epoch > self._epoch:
+            self._early.append((handle, message))

@@ -3,8 +3,7 @@
 Owns what is asked, the program that every process of the run executes, and the comparison. The flows
 of a round are posted at one instant; a round begins when the last one's completions are in. Deliveries
 are taken at the target, completions at the source; each leaves its times in its process's statistics.
-Does not own the planes nor the run (``cmnet.launch``). On VPC the flows are plain chunks of the port,
-without streams: what is measured is the port and the path.
+Does not own the planes nor the run (``cmnet.launch``).
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from cmnet.link.rules import Rule
 from cmnet.topology.machine import Device, Machine, Operation, Plane
 from cmnet.topology.machine import Path as LinkPath
 from planes.bulk import chunks_count
-from planes.measure_ends import SETTINGS_KEY, Asked, Posted, Seen, make_ends
+from planes.measure_ends import SETTINGS_KEY, Asked, Posted, Seen, charge_factor, make_ends
 
 CHARGED_BYTES_MAX = 64 << 30
 """Of one round: at most so much, so that a measurement ends within a minute (a million chunks)."""
+CARRIED_BYTES_MAX = 8 << 30
+"""Of one round on VPC, where a size that is no whole KiB is carried in larger part, or all of it."""
 FLOWS_MAX = 100_000
 REPEAT_MAX = 1_000
 
@@ -45,6 +46,10 @@ def check(machine: Machine, asked: Asked) -> None:
     most = CHARGED_BYTES_MAX // asked.flows
     if not 1 <= asked.bytes <= most:
         right = f"1 B to {most} B with --flows {asked.flows}: at most 64 GiB in a round"
+        raise options.wrong("--bytes", f"{asked.bytes} B", right)
+    carried_bytes = asked.flows * asked.bytes // charge_factor(asked.bytes)
+    if asked.plane == "vpc" and carried_bytes > CARRIED_BYTES_MAX:
+        right = "whole KiB, for so much on vpc: a stream carries a fixed part of what it charges"
         raise options.wrong("--bytes", f"{asked.bytes} B", right)
 
 

@@ -1,6 +1,6 @@
 """The two ends of a measurement on each plane: how flows are posted, and how their end is seen.
 
-Owns the patterns that the flows carry (64 B per chunk, checked at the target). Does not own what is
+Owns the patterns that the flows carry (about 64 B per chunk, checked at the target). Does not own what is
 asked nor the comparison (``planes.measure``).
 """
 
@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from cmnet.errors import CorruptError, LinkError, OperationError, PeerDeadError
+from cmnet.errors import CorruptError, LinkError, OperationError
 from cmnet.launch.agent import Context
-from cmnet.messages import ORDERED, Arrival, Payload
-from cmnet.topology.machine import Device, Operation, Plane
-from cmnet.units import PS_PER_S
-from cmnet.wire.frames import FLAG_COPY, FLAG_CORRUPT
-from planes import bulk
+from cmnet.messages import Payload
+from cmnet.topology.machine import Device, Plane
+from cmnet.vtime.loop import VirtualLoop
 from planes.bulk import chunks_count
 from planes.rdma import QueuePair, Rdma, Received
 from planes.ub import Message, Ub
+from planes.vpc import Vpc
 
 SETTINGS_KEY = "link"
 PIECE_BYTES = 64
 """Carried by a chunk (design 2.2)."""
 MAILBOX = REGION = 1
-CHUNK, DONE = 62, 63
-"""Kinds of plain chunks on the VPC plane and of their completion; streams use 48 to 53."""
-VPC_TIMEOUT_PS = PS_PER_S
-"""Without its completion for so long after its last chunk has left, a flow on VPC counts as lost.
-Assumed (0.1 to 10 s): nothing is retransmitted here, so the wait has only to be above any queue."""
+STREAM_PORT = 7001
+CHARGE_FACTOR_MAX = 1024
+"""On VPC: 64 KiB charged for 64 B carried."""
 
 _FLOW = struct.Struct("<II")
 """round, flow."""
-_NUMBER = struct.Struct("<Q")
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,70 +232,93 @@ class _RdmaEnds(_Ends):
 
 
 class _VpcEnds(_Ends):
-    """Plain chunks: no stream, nothing retransmitted; a flow of which a chunk is lost has failed."""
+    """Streams, all opened before the first round; the target answers each flow with one byte."""
 
     def __init__(self, context: Context, asked: Asked) -> None:
         super().__init__(context, asked)
-        self._incoming: dict[int, int] = {}
-        self._waits: dict[int, asyncio.Future[None]] = {}
-        if context.process == self.source.process:
-            context.fabric.bind(DONE, self._done_arrived)
+        self._charge_factor = charge_factor(asked.bytes)
+        self._vpc = Vpc(context, charge_factor=self._charge_factor)
+        self.pattern = _numbered(asked.bytes // self._charge_factor)
+        self._streams: list[_Sender] = []
 
     def receive(self, seen: Seen) -> None:
-        self._seen = seen
-        self._fabric.bind(CHUNK, self._chunk_arrived)
+        def accept() -> _Counter:
+            self._accepted += 1
+            return _Counter(self._accepted - 1, seen, self.pattern, self._loop)
 
-    def _chunk_arrived(self, arrival: Arrival) -> None:
-        if arrival.flags & (FLAG_COPY | FLAG_CORRUPT):
-            return
-        key, index, count, digest = bulk.CHUNK.unpack(arrival.body)
-        if index != self._incoming.get(key, 0):
-            return
-        if bulk.digest_of(arrival.payload, index) != digest:
-            self._seen.wrong += 1
-        self._incoming[key] = index + 1
-        if index + 1 == count:
-            del self._incoming[key]
-            self._seen.delivered(key >> 32, key & 0xFFFF_FFFF, self._loop.now_ps)
-            ends = (arrival.target, arrival.source)
-            route = self._fabric.route(Plane.VPC, Operation.WRITE, *ends)
-            delay_ps = route.path.completion_ps
-            self._fabric.signal(route, DONE, delay_ps=delay_ps, body=_NUMBER.pack(key))
+        self._accepted = 0
+        self._vpc.serve(self._vpc.listen(accept, STREAM_PORT))
 
-    def _done_arrived(self, arrival: Arrival) -> None:
-        wait = self._waits.pop(_NUMBER.unpack(arrival.body)[0], None)
-        if wait is not None and not wait.done():
-            wait.set_result(None)
+    async def prepare(self, posted: Posted) -> None:
+        """Open a stream per flow."""
+        for _ in range(self.asked.flows):
+            try:
+                transport = await self._vpc.connect(self.target.process, STREAM_PORT)
+            except OSError as error:
+                raise LinkError(f"no stream: {error}", definite=True) from None
+            sender = _Sender(self._loop.create_future)
+            transport.attach(sender)
+            self._streams.append(sender)
 
     async def _transfer(self, number: int, flow: int) -> None:
-        key = (number << 32) + flow
-        done = self._waits[key] = self._loop.create_future()
-        ends = (self.source.device_id, self.target.device_id)
-        piece = pattern(min(self.asked.bytes, PIECE_BYTES), PIECE_BYTES)
+        await self._streams[flow].send(self.pattern)
 
-        def ended(sent: bool) -> None:
-            if sent:
-                self._loop.call_at_ps(self._loop.now_ps + VPC_TIMEOUT_PS, self._silent, key)
-            elif not done.done():
-                done.set_exception(LinkError("a chunk was lost", definite=True))
 
-        bulk.Flow(
-            self._fabric,
-            self._fabric.route(Plane.VPC, Operation.WRITE, *ends),
-            CHUNK,
-            number=key,
-            head=b"",
-            piece=lambda _: piece,
-            charged_bytes=self.asked.bytes,
-            fence=ORDERED,
-            ended=ended,
-        ).begin()
-        await done
+class _Sender(asyncio.Protocol):
+    """One stream at the source: sends, and waits for the byte that says that all is there."""
 
-    def _silent(self, key: int) -> None:
-        wait = self._waits.pop(key, None)
-        if wait is not None and not wait.done():
-            wait.set_exception(PeerDeadError("no completion in 1 s", definite=False))
+    def __init__(self, make_future: Callable[[], asyncio.Future[None]]) -> None:
+        self._make_future = make_future
+        self._wait: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    async def send(self, data: bytes) -> None:
+        """Raises LinkError if the stream ends before the answer."""
+        if self._error is None:
+            self._wait = self._make_future()
+            self._transport.write(data)
+            await self._wait
+        if self._error is not None:
+            raise LinkError(f"the stream ended: {self._error}", definite=False)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._wait is not None
+        self._wait.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._error = exc or ConnectionResetError("closed")
+        if self._wait is not None and not self._wait.done():
+            self._wait.set_result(None)
+
+
+class _Counter(asyncio.Protocol):
+    """One stream at the target: checks what comes, and answers when a flow is whole."""
+
+    def __init__(self, flow: int, seen: Seen, pattern: bytes, loop: VirtualLoop) -> None:
+        self._flow = flow
+        self._seen = seen
+        self._pattern = pattern
+        self._loop = loop
+        self._round = 0
+        self._got_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        end = self._got_bytes + len(data)
+        _check(self._seen, data, self._pattern[self._got_bytes : end])
+        self._got_bytes = end
+        if end == len(self._pattern):
+            self._seen.delivered(self._round, self._flow, self._loop.now_ps)
+            self._round += 1
+            self._got_bytes = 0
+            self._transport.write(b"!")
 
 
 def make_ends(context: Context, asked: Asked) -> Ends:
@@ -311,10 +332,27 @@ def make_ends(context: Context, asked: Asked) -> Ends:
 
 
 def pattern(size_bytes: int, chunk_bytes: int) -> bytes:
-    """What a flow carries: each 64 B are their own number, over and over."""
-    count = chunks_count(size_bytes, chunk_bytes)
-    whole = b"".join(index.to_bytes(8, "little") * (PIECE_BYTES // 8) for index in range(count))
-    return whole[: min(size_bytes, len(whole))]
+    """What a flow carries: 64 B a chunk, or all of a flow that is smaller."""
+    return _numbered(min(size_bytes, PIECE_BYTES * chunks_count(size_bytes, chunk_bytes)))
+
+
+def charge_factor(size_bytes: int) -> int:
+    """Charged bytes per carried byte of a stream, which has to divide what a flow charges: 1024 for
+    whole KiB of more than a chunk, else a power of two below it, 1 for what is carried as it is.
+
+    >>> charge_factor(1 << 30), charge_factor(32), charge_factor(65_540)
+    (1024, 1, 4)
+    """
+    if size_bytes <= CHARGE_FACTOR_MAX * PIECE_BYTES:
+        return 1
+    return min(size_bytes & -size_bytes, CHARGE_FACTOR_MAX)
+
+
+def _numbered(carried_bytes: int) -> bytes:
+    """Each 64 B are their own number, over and over."""
+    pieces_count = -(-carried_bytes // PIECE_BYTES)
+    numbers = np.arange(pieces_count, dtype="<u8").repeat(PIECE_BYTES // 8)
+    return numbers.tobytes()[:carried_bytes]
 
 
 def _check(seen: Seen, payload: Payload, expected: bytes) -> None:

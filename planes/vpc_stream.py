@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 
+from cmnet.units import NEVER_PS
 from planes.vpc_halves import (
     ACK,
     DATA,
@@ -205,7 +206,7 @@ class Stream:
         """When ``on_time`` must be called, NEVER_PS if nothing is awaited."""
         if self.state is State.OPEN:
             return min(self.outgoing.retry.at_ps, self.incoming.ack_at_ps)
-        return self._opening.at_ps
+        return NEVER_PS if self.state is State.CLOSED else self._opening.at_ps
 
     def on_time(self, now_ps: int) -> None:
         """The instant of ``next_at_ps`` came."""

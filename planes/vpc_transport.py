@@ -334,7 +334,7 @@ class VpcTransport(asyncio.Transport):
         if stream.state is State.CLOSED and not self._ended:
             self._ended = True
             self._end()
-        at_ps = NEVER_PS if self._ended else stream.next_at_ps()
+        at_ps = stream.next_at_ps()
         if at_ps != self._timer_at_ps:
             self._set_timer(at_ps)
 

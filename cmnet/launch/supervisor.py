@@ -117,7 +117,8 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, self.interrupt)
         self._watch()
         self._on_ready = self._begin
-        self._spawn(list(range(self.processes_count)), start_ps=0)
+        everyone = list(range(self.processes_count))
+        loop.call_soon(lambda: self._spawn(everyone, start_ps=0))  # signals count from here on
 
     def _spawn(self, processes: list[int], *, start_ps: int) -> None:
         incarnation = self._incarnations[processes[0]]

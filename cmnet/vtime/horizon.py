@@ -56,6 +56,7 @@ class Horizon:
         self._running: dict[int, bool] = {}
         self._reports: list[tuple[int, int, Sequence[Send]]] = []
         self._stops: list[int] = []
+        self._entered: list[tuple[int, int]] = []
         self._window_start_ps = 0
 
     # --- what comes in ----------------------------------------------------------------------------
@@ -92,8 +93,9 @@ class Horizon:
     def enter(self, process: int, pace_ps: int = 0) -> int:
         """Something from outside for a process: its stamp; the process must be told before it runs."""
         at_ps = max(self.horizon_ps, pace_ps)
-        self._expected[process] += 1
-        self._next_ps[process] = min(self._next_ps[process], at_ps)
+        self._entered.append((process, at_ps))
+        if self.closed:
+            self._take_entered()
         return at_ps
 
     def stop_at(self, at_ps: int) -> None:
@@ -163,3 +165,13 @@ class Horizon:
                     if earliest_ps < next_ps[peer]:
                         next_ps[peer] = earliest_ps
         self._reports = []
+        if self._entered:
+            self._take_entered()
+
+    def _take_entered(self) -> None:
+        """As frames that another peer sent in the window that has closed."""
+        for process, at_ps in self._entered:
+            if self._alive[process]:
+                self._expected[process] += 1
+                self._next_ps[process] = min(self._next_ps[process], at_ps)
+        self._entered = []

@@ -55,6 +55,11 @@ class Sequence:
         self.rows = np.zeros((rows.shape[0], room), dtype=rows.dtype)
         self.rows[:, : message.rows] = rows
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """(request, attempt)"""
+        return self.request, self.attempt
+
 
 class DecodeNode:
     """The decode ranks of one node."""
@@ -83,8 +88,9 @@ class DecodeNode:
             timeout_ps=job.serving.step_timeout.amount,
             touch=touch,
         )
-        self._waiting: dict[int, Sequence] = {}
-        self._active: dict[int, Sequence] = {}
+        self._waiting: dict[tuple[int, int], Sequence] = {}
+        """By (request, attempt): a given-up attempt may still be on its way here."""
+        self._active: dict[tuple[int, int], Sequence] = {}
         self._attempts: dict[int, int] = {}
         """Rows of earlier attempts than this are not taken: given up, or here already."""
         self._epoch = messages.Epoch(0, ())
@@ -107,14 +113,18 @@ class DecodeNode:
             return  # given up while its rows were on the way, or here already
         self._attempts[message.request] = message.attempt + 1
         sequence = Sequence(message, rows)
-        self._waiting[message.request] = sequence
+        self._waiting[sequence.key] = sequence
         self._announce(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
         if not self._epoch.nodes:
             return
         joined = messages.Joined(
-            self._epoch.number, sequence.request, sequence.rank, sequence.kv_tokens
+            self._epoch.number,
+            sequence.request,
+            sequence.attempt,
+            sequence.rank,
+            sequence.kv_tokens,
         )
         self._to_leader(joined)
 
@@ -122,9 +132,7 @@ class DecodeNode:
         least = self._attempts.get(message.request, 0)
         self._attempts[message.request] = max(least, message.attempt + 1)
         for held in (self._waiting, self._active):
-            sequence = held.get(message.request)
-            if sequence is not None and sequence.attempt == message.attempt:
-                del held[message.request]
+            held.pop((message.request, message.attempt), None)
 
     def _give_up(self, message: messages.GiveUp, _: bytes, __: int) -> None:
         if message.epoch != self._epoch.number:
@@ -163,7 +171,7 @@ class DecodeNode:
         self._exchange.forget(epoch.number)
         self._waiting = self._active | self._waiting
         self._active = {}
-        held = tuple((s.request, s.rank, s.kv_tokens) for s in self._waiting.values())
+        held = tuple((*s.key, s.rank, s.kv_tokens) for s in self._waiting.values())
         self._to_leader(messages.Hello(epoch.number, self._context.process, held))
 
     # --- a step -----------------------------------------------------------------------------------
@@ -176,9 +184,9 @@ class DecodeNode:
         task.add_done_callback(self._tasks.discard)
 
     async def _step(self, step: messages.Step) -> None:
-        for request in step.admitted:
-            if request in self._waiting:
-                self._active[request] = self._waiting.pop(request)
+        for key in step.admitted:
+            if key in self._waiting:
+                self._active[key] = self._waiting.pop(key)
         error = ""
         mine = list(self._active.values())
         try:
@@ -328,7 +336,7 @@ class DecodeNode:
         seals = self._body.seals(states).tolist()
         out: list[tuple[int, int, int, int, int, int | None]] = []
         for sequence, token, seal in zip(mine, sampled, seals, strict=True):
-            if self._active.get(sequence.request) is not sequence:
+            if self._active.get(sequence.key) is not sequence:
                 continue  # cancelled meanwhile
             sequence.length += 1
             sequence.kv_tokens += 1
@@ -338,7 +346,7 @@ class DecodeNode:
             receipt = None
             if sequence.produced == sequence.total:
                 receipt = self._body.receipt(seal, [sequence.share])
-                del self._active[sequence.request]
+                del self._active[sequence.key]
             out.append((sequence.request, sequence.attempt, index, token, seal, receipt))
         self.tokens += len(out)
         if out:

@@ -29,7 +29,7 @@ class Attempt(Exception):
 class Progress:
     """What is known of one request."""
 
-    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "first_ps", "instance", "kept", "rank",
+    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "first_ps", "instance", "kept", "moved_ps", "rank",
                  "receipt", "request", "seals", "token_ps", "tokens")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -44,6 +44,7 @@ class Progress:
         self.receipt: int | None = None
         self.done: asyncio.Future[None] | None = None
         self.first_ps = -1
+        self.moved_ps = 0
         self.kept = 0
         """Tokens of this attempt, from its first."""
 
@@ -128,6 +129,7 @@ class Gateway:
         progress.rank = rank = self._least_loaded_rank()
         progress.done = self._loop.create_future()
         progress.kept = 0
+        progress.moved_ps = self._loop.now_ps
         self._prompt_tokens[instance] += request.input_tokens
         self._rank_sequences[rank] += 1
         try:
@@ -208,11 +210,14 @@ class Gateway:
             progress.blocks, progress.blocks_hit = message.blocks, message.blocks_hit
         self._take(progress, 0, message.token, message.seal, message.receipt)
 
-    def _tokens(self, message: messages.Tokens, _: bytes, __: int) -> None:
+    def _tokens(self, message: messages.Tokens, _: bytes, source: int) -> None:
         for request, attempt, index, token, seal, receipt in message.tokens:
             progress = self._current(request, attempt)
             if progress is not None:
                 self._take(progress, index, token, seal, receipt)
+            else:  # of an attempt whose node was dead when it was given up
+                node = self._machine.devices[source].process
+                self._send(node, messages.Cancel(request, attempt))
 
     def _take(
         self, progress: Progress, index: int, token: int, seal: int, receipt: int | None
@@ -222,6 +227,7 @@ class Gateway:
             self._give_up(progress, f"token {index} came, {progress.kept} was due")
             return
         progress.kept += 1
+        progress.moved_ps = self._loop.now_ps
         if index < len(progress.tokens):
             if (progress.tokens[index], progress.seals[index]) != (token, seal):
                 self._give_up(progress, f"token {index} differs from an earlier try's")
@@ -264,7 +270,7 @@ class Gateway:
         """Nodes that open requests need: all of decode (experts are everywhere), and instances."""
         nodes = set(self._decode) if self._open else set()
         for progress in self._open.values():
-            if progress.kept == 0 and progress.instance >= 0:
+            if progress.kept <= 1 and progress.instance >= 0:
                 nodes.update(self._instances[progress.instance])
         return nodes & self._alive
 
@@ -286,6 +292,16 @@ class Gateway:
                     self._send(node, messages.Ping())
             for node in sorted(set(asked) - set(involved)):
                 del asked[node]
+            self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """Whatever went wrong unseen: a request without progress for long ends its try."""
+        timeout_ps = self._job.serving.progress_timeout.amount
+        for progress in list(self._open.values()):
+            done = progress.done
+            if done is not None and not done.done():
+                if self._loop.now_ps - progress.moved_ps >= timeout_ps:
+                    self._give_up(progress, f"no progress for {format_ps(timeout_ps)}")
 
     def _pong(self, message: messages.Pong, _: bytes, source: int) -> None:
         node = self._machine.devices[source].process
@@ -318,7 +334,8 @@ class Gateway:
             if progress.done is None or progress.done.done():
                 continue
             in_decode = self._decode[progress.rank // self._dies] == node
-            in_prefill = progress.kept == 0 and node in self._instances[progress.instance]
+            # the first token may be here while the KV rows are still on their way
+            in_prefill = progress.kept <= 1 and node in self._instances[progress.instance]
             if in_decode or in_prefill:
                 self._give_up(progress, reason)
         if node in self._decode:

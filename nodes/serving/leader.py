@@ -16,6 +16,9 @@ from cmnet.vtime.loop import VirtualLoop
 from nodes.serving import messages
 
 
+Sequence = tuple[int, int]
+"""(request, attempt)"""
+
 FAILURES_MAX = 3
 """Failed steps in a row after which sequences end with an error (assumed)."""
 
@@ -32,6 +35,7 @@ class Leader:
         first_number: int,
         node_of_rank: Callable[[int], int],
         sequences_max: int,
+        timeout_ps: int,
     ) -> None:
         self._loop = loop
         self._epoch = epoch
@@ -39,10 +43,11 @@ class Leader:
         self.number = first_number
         self._node_of_rank = node_of_rank
         self._sequences_max = sequences_max
+        self._timeout_ps = timeout_ps
         self._hellos: set[int] = set()
-        self._joined: dict[int, tuple[int, int]] = {}
-        """Waiting: request -> (rank, KV tokens)."""
-        self._active: dict[int, tuple[int, int]] = {}
+        self._joined: dict[Sequence, tuple[int, int]] = {}
+        """Waiting: sequence -> (rank, KV tokens)."""
+        self._active: dict[Sequence, tuple[int, int]] = {}
         self._due: set[int] = set()
         self._error = ""
         self._failures = 0
@@ -51,22 +56,22 @@ class Leader:
     def hello(self, message: messages.Hello) -> None:
         """A node is here, with sequences that wait to go on."""
         self._hellos.add(message.node)
-        for request, rank, kv_tokens in message.sequences:
-            self._joined[request] = (rank, kv_tokens)
+        for request, attempt, rank, kv_tokens in message.sequences:
+            self._joined[request, attempt] = (rank, kv_tokens)
         self._changed.set()
 
     def joined(self, message: messages.Joined) -> None:
         """A sequence wants to join."""
-        self._joined[message.request] = (message.rank, message.kv_tokens)
+        self._joined[message.request, message.attempt] = (message.rank, message.kv_tokens)
         self._changed.set()
 
     def done(self, message: messages.StepDone) -> None:
         """A node is through with the step."""
         if message.number != self.number:
             return
-        for request, (rank, _) in list(self._active.items()):
-            if self._node_of_rank(rank) == message.node and request not in message.active:
-                del self._active[request]
+        for sequence, (rank, _) in list(self._active.items()):
+            if self._node_of_rank(rank) == message.node and sequence not in message.active:
+                del self._active[sequence]
         self._error = self._error or message.error
         self._due.discard(message.node)
         self._changed.set()
@@ -83,20 +88,20 @@ class Leader:
             self._changed.clear()
             await self._changed.wait()
 
-    def _admit(self) -> tuple[int, ...]:
+    def _admit(self) -> tuple[Sequence, ...]:
         counts: dict[int, int] = {}
         for rank, _ in self._active.values():
             counts[rank] = counts.get(rank, 0) + 1
         admitted = []
-        for request, (rank, kv_tokens) in list(self._joined.items()):
+        for sequence, (rank, kv_tokens) in list(self._joined.items()):
             if counts.get(rank, 0) < self._sequences_max:
                 counts[rank] = counts.get(rank, 0) + 1
-                admitted.append(request)
-                self._active[request] = (rank, kv_tokens)
-                del self._joined[request]
+                admitted.append(sequence)
+                self._active[sequence] = (rank, kv_tokens)
+                del self._joined[sequence]
         return tuple(admitted)
 
-    async def _step(self, admitted: tuple[int, ...]) -> None:
+    async def _step(self, admitted: tuple[Sequence, ...]) -> None:
         tokens: dict[int, int] = {}
         kv_tokens: dict[int, int] = {}
         for rank, kv in self._active.values():
@@ -114,15 +119,26 @@ class Leader:
         self._due = {self._node_of_rank(rank) for rank in tokens}
         for node in self._epoch.nodes:
             self._send(node, step)
-        await self._until(lambda: not self._due)
+        timer = self._loop.call_at_ps(self._loop.now_ps + self._timeout_ps, self._late, self.number)
+        try:
+            await self._until(lambda: not self._due)
+        finally:
+            timer.cancel()
         if self._error:
             self._failures += 1
             if self._failures == FAILURES_MAX:
                 self._give_up()
             return
         self._failures = 0
-        for request, (rank, kv) in self._active.items():
-            self._active[request] = (rank, kv + 1)
+        for sequence, (rank, kv) in self._active.items():
+            self._active[sequence] = (rank, kv + 1)
+
+    def _late(self, number: int) -> None:
+        if number == self.number and self._due:
+            nodes = ", ".join(map(str, sorted(self._due)[:8]))
+            self._error = self._error or f"no end of the step from nodes {nodes}"
+            self._due.clear()
+            self._changed.set()
 
     def _give_up(self) -> None:
         """Nobody died, yet steps fail: a link is broken. The requests end with the reason."""

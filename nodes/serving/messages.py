@@ -67,8 +67,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     node: int
-    sequences: tuple[tuple[int, int, int], ...]
-    """(request, rank, KV tokens)"""
+    sequences: tuple[tuple[int, int, int, int], ...]
+    """(request, attempt, rank, KV tokens)"""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -76,6 +76,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     request: int
+    attempt: int
     rank: int
     kv_tokens: int
 
@@ -85,8 +86,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     number: int
-    admitted: tuple[int, ...]
-    """Requests that join in this step."""
+    admitted: tuple[tuple[int, int], ...]
+    """(request, attempt) of those that join in this step."""
     sources: tuple[tuple[int, int], ...]
     """(rank, tokens) of every rank that has tokens."""
     kv_tokens: int
@@ -94,12 +95,13 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Decode node to leader: my part of the step is over; these requests are still with me."""
+    """Decode node to leader: my part of the step is over; these sequences are still with me."""
 
     epoch: int
     number: int
     node: int
-    active: tuple[int, ...]
+    active: tuple[tuple[int, int], ...]
+    """(request, attempt) of each"""
     error: str
 
 

@@ -63,6 +63,14 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     )
     """Between two of those tries."""
 
+    progress_timeout: Duration = _assumed(
+        "300 s",
+        "longer than any queue of the public traces; half of the stall watchdog",
+        "60 s",
+        "590 s",
+    )
+    """A request without a new token for this long begins again or fails: the last resort."""
+
     request_tries: Count = Count(
         value=2,
         kind=Kind.ASSUMED,

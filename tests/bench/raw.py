@@ -69,10 +69,12 @@ class _Node:
         for transport in self.transports:
             transport.write(self.message)
 
-    async def run(self, folder: Path, steps: _Steps) -> None:
+    async def run(self, folder: Path, steps: Steps) -> None:
         loop = asyncio.get_running_loop()
         self.done = loop.create_future()
-        server = await loop.create_unix_server(lambda: _Counter(self), str(folder / str(self.index)))
+        server = await loop.create_unix_server(
+            lambda: _Counter(self), str(folder / str(self.index))
+        )
         steps.reached()
         for peer in range(self.index):
             await loop.create_unix_connection(lambda: _Counter(self), str(folder / str(peer)))
@@ -85,7 +87,7 @@ class _Node:
         server.close()
 
 
-class _Steps:
+class Steps:
     """A barrier between forked processes and their parent, out of two pipes."""
 
     def __init__(self, count: int) -> None:
@@ -114,7 +116,7 @@ class _Steps:
 def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int = 0) -> float:
     """Wall seconds of so many rounds in which each process writes to each other one."""
 
-    def live(index: int, folder: Path, steps: _Steps) -> None:
+    def live(index: int, folder: Path, steps: Steps) -> None:
         node = _Node(
             index=index,
             count=count,
@@ -128,9 +130,9 @@ def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: i
     return forked_s(count, live)
 
 
-def forked_s(count: int, live: Callable[[int, Path, _Steps], None]) -> float:
+def forked_s(count: int, live: Callable[[int, Path, Steps], None]) -> float:
     """Wall seconds between the second barrier (all connected) and the third (all done)."""
-    steps = _Steps(count)
+    steps = Steps(count)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         pids = [_fork(lambda index=index: live(index, Path(name), steps)) for index in range(count)]
         for _ in range(2):

@@ -188,6 +188,9 @@ def test_the_product_s_formula_is_the_test_s() -> None:
                 ) == closed_form.deliveries_ps(flows, size, chunk_bytes=chunk, **values)
 
 
+VPC = {"source": "node00", "target": "node01"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -201,6 +204,7 @@ def test_the_product_s_formula_is_the_test_s() -> None:
         ({"flows": 100_001}, ["--flows", "100001", "100000"]),
         ({"repeat": 0}, ["--repeat", "0", "1 to"]),
         ({"bytes": 0}, ["--bytes", "0 B", "1 B to"]),
+        ({"plane": "vpc", "bytes": 9 * GIB + 1, **VPC}, ["--bytes", "9663676417 B", "KiB"]),
         (
             {"flows": 1000, "bytes": 65 * MIB + GIB},
             ["--bytes", "--flows 1000", "64 GiB", "68719476"],
@@ -214,6 +218,14 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any], named: list[s
     with pytest.raises(InputError) as caught:
         measure.check(machine("pair"), Asked(**(given | wrong)))
     assert [word for word in named if word not in str(caught.value)] == []
+
+
+def test_streams_that_lose_frames_come_through() -> None:
+    """VPC retransmits: late, but all of it, and right."""
+    lossy = rule(effects.Loss(probability=Fraction(1, 50)), source=device(ENDS["vpc"][0]))
+    result = measured(asking("vpc", 10 * MIB, flows=3), rules=(lossy,))
+    assert result["difference_ps"] > 100 * MS
+    assert result["failed"] == result["pieces_wrong"] == 0
 
 
 def test_every_chunk_carries_its_own_pattern() -> None:

@@ -18,6 +18,7 @@ from cmnet.link.rules import Rule
 from cmnet.topology.machine import Plane
 from cmnet.units import NEVER_PS
 from planes.vpc import LOOPBACK_PS, Vpc
+from planes.vpc_halves import ACK, DATA, PROBE, RST, SYN_ACK, Message
 from tests import closed_form
 from tests.planes.vpc_machine import (
     MS,
@@ -241,8 +242,11 @@ def test_an_idle_stream_costs_no_event(tmp_path: Path) -> None:
     async def client(context: Context, vpc: Vpc) -> None:
         counts.append(len(context.loop.agenda.heap))
         reader, writer = await vpc.open_connection("node01", 80)
-        writer.write(b"ping")
-        await reader.readexactly(4)
+        for _ in range(3):
+            writer.write(b"ping")
+            await reader.readexactly(4)
+        await context.loop.sleep_ps(50 * MS)
+        assert context.loop.next_at_ps() - context.loop.now_ps > S
         await context.loop.sleep_ps(S)
         counts.append(len(context.loop.agenda.heap))
 
@@ -404,6 +408,19 @@ def test_a_peer_that_knows_nothing_of_a_stream_resets_it(tmp_path: Path) -> None
 
     run(tmp_path, client, server)
     assert times == [delivery_ps(11) + PROPAGATION_PS]
+
+
+def test_only_who_awaits_an_answer_is_told_that_a_stream_is_no_more(tmp_path: Path) -> None:
+    """A late acknowledgement of a forgotten stream is no reason to break what is still read."""
+
+    async def client(context: Context, vpc: Vpc) -> None:
+        for kind, answers in ((ACK, 0), (RST, 0), (DATA, 1), (PROBE, 1), (SYN_ACK, 1)):
+            before = context.fabric.statistics()["VPC"]["frames"]
+            vpc._handle((1, 999, True), Message(kind))
+            await context.loop.sleep_ps(1)
+            assert context.fabric.statistics()["VPC"]["frames"] - before == answers
+
+    run(tmp_path, client, echoing)
 
 
 # --- ends -----------------------------------------------------------------------------------------

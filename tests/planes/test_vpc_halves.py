@@ -221,3 +221,26 @@ def test_room_is_told_when_it_is_worth_it() -> None:
     half.take(1000)
     assert half.ack_now
     assert half.tell() == (1600, 1800)
+
+
+def test_room_is_not_told_once_the_half_ended() -> None:
+    """Nobody needs it, and who ended and forgot the stream must not be bothered."""
+    half = Incoming(LIMITS)
+    for at in range(0, 1600, 100):
+        half.chunk(chunk(at, bytes(100)), 0)
+    half.chunk(chunk(1600, b"", FLAG_FIN), 0)
+    half.tell()
+    while half.pieces:
+        half.take(1000)
+    assert (half.ack_now, half.ack_at_ps) == (False, NEVER_PS)
+
+
+def test_bytes_that_meet_a_closed_window_start_the_probing() -> None:
+    """Nothing is in flight, so no other deadline would find out; room ends it."""
+    half = outgoing(limit=0)
+    half.write(b"x")
+    assert half.next_chunk(50) is None
+    assert half.retry.at_ps == 1050
+    half.acknowledged(0, 100, 60)
+    assert half.retry.at_ps == NEVER_PS
+    assert half.limited_ps(60) == half.limited_ps(99) == 10

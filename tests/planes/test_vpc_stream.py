@@ -344,6 +344,38 @@ def test_a_greeting_that_comes_twice_is_answered_twice_and_opens_once() -> None:
     assert bytes(pair.ends[1].received) == b"hello"
 
 
+def test_a_second_syn_is_answered_at_once() -> None:
+    """The opener's timeout says that the first answer was lost: no need to wait for ours."""
+    pair = Pair(wire=lambda _, __: []).open()
+    pair.accepter.accept(Message(SYN, 80, 1), 0)
+    pair.accepter.control.clear()
+    pair.accepter.receive(Message(SYN, 80, 1), 5)
+    assert [message.kind for message in pair.accepter.control] == [SYN_ACK]
+
+
+def test_an_aborted_opening_asks_no_more() -> None:
+    """Only a reset leaves; no SYN follows it."""
+    pair = Pair(wire=lambda _, __: [])
+    pair.ask()
+    pair.opener.abort()
+    assert pair.opener.next_at_ps() == NEVER_PS
+
+
+def test_an_orderly_end_resends_nothing() -> None:
+    """Whoever is over first acknowledges the other's end before it forgets the stream."""
+    pair = Pair().open()
+    pair.close(0)
+    pair.close(1)
+    pair.run(pair.now_ps + 10 * PROPAGATION_PS)
+    assert [end.stream.state for end in pair.ends] == [State.CLOSED, State.CLOSED]
+    pair = Pair().open()
+    pair.close(0)
+    pair.run(pair.now_ps + PROPAGATION_PS)
+    pair.close(1)
+    pair.run(pair.now_ps + 10 * PROPAGATION_PS)
+    assert [end.stream.state for end in pair.ends] == [State.CLOSED, State.CLOSED]
+
+
 def test_every_state_and_kind_has_one_answer() -> None:
     """The table names all that moves a stream; nothing leads out of CLOSED or into OPENING."""
     kinds = {SYN, SYN_ACK, ACK, PROBE, DATA, RST}

@@ -295,6 +295,36 @@ def test_after_close_nothing_is_read_or_written(tmp_path: Path) -> None:
     assert scene.far.calls == ["made", "eof", ("lost", None)]
 
 
+def test_connection_lost_waits_for_the_write_buffer(tmp_path: Path) -> None:
+    """Closing flushes first; what is written after close is not sent."""
+    scene = Scene(tmp_path)
+
+    async def act(scene: Scene) -> None:
+        scene.transport.write(bytes(200_000))
+        scene.transport.close()
+        scene.transport.write(b"ignored")
+        await scene.wait(1)
+        assert scene.near.calls == ["made", "pause"]
+        await scene.wait()
+        assert scene.near.calls == ["made", "pause", "resume", ("lost", None)]
+        assert sum(len(call) for call in scene.far.calls if type(call) is bytes) == 200_000
+
+    scene.play(act)
+
+
+def test_the_end_alone_waits_for_a_paused_reader(tmp_path: Path) -> None:
+    """No bytes before it: it is held back all the same."""
+    scene = Scene(tmp_path)
+
+    async def act(scene: Scene) -> None:
+        scene.far.transport.pause_reading()
+        scene.transport.write_eof()
+        await scene.wait()
+        assert scene.far.calls == ["made"]
+
+    scene.play(act)
+
+
 def test_both_ends_are_named(tmp_path: Path) -> None:
     """peername of one is sockname of the other; the socket is a fake that says the same."""
     scene = Scene(tmp_path)

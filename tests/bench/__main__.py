@@ -1,0 +1,219 @@
+"""`make bench`: the table of acceptance 6. Each pair is measured in turn in the same run.
+
+    python -m tests.bench [--json] [--rounds N] [word ...]
+
+Words choose rows by their beginning (small, bulk, grants, launch, idle, sizes, memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from tests.bench import mesh_only, programs, raw, runs
+
+NODES = 48
+HOUR_PS = 3600 * 10**12
+BUFFER_BYTES = 4 << 20
+"""Both sides ask for it; the kernel may give less (net.core.wmem_max)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``values`` are the rounds behind the median."""
+
+    what: str
+    measured: float
+    unit: str
+    goal: str
+    met: bool
+    beside: str = ""
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At least or at most a number."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, value: float) -> bool:
+        low, high = self.at_least, self.at_most
+        return (low is None or value >= low) and (high is None or value <= high)
+
+    def text(self, unit: str) -> str:
+        sign, value = ("<=", self.at_most) if self.at_least is None else (">=", self.at_least)
+        return f"{sign} {value:,g} {unit}".strip()
+
+
+def row(what: str, values: list[float], unit: str, goal: Goal, beside: str = "") -> Row:
+    """A row of the median of some rounds."""
+    measured = statistics.median(values)
+    return Row(what, measured, unit, goal.text(unit), goal.met(measured), beside, tuple(values))
+
+
+def ratio_row(what: str, ours: list[float], theirs: list[float], unit: str, goal: Goal) -> Row:
+    """Ours over theirs, round by round, and the medians of both beside it."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    beside = f"{statistics.median(ours):,.3g} against {statistics.median(theirs):,.3g} {unit}"
+    return row(what, ratios, "x", goal, beside)
+
+
+def small(rounds: int) -> Iterator[Row]:
+    """200 B all-to-all of 48 processes."""
+    pairs = NODES * (NODES - 1)
+    sides: dict[str, list[float]] = {"raw": [], "mesh": [], "bare": [], "task": []}
+    for _ in range(rounds):
+        wall_s = raw.all_to_all_s(count=NODES, rounds=200, message_bytes=200)
+        sides["raw"].append(200 * pairs / wall_s / 1000)
+        wall_s = mesh_only.all_to_all_s(
+            count=NODES, rounds=200, message_bytes=200, buffer_bytes=BUFFER_BYTES
+        )
+        sides["mesh"].append(200 * pairs / wall_s / 1000)
+        result = runs.run(programs.all_to_all, rounds=100, payload_bytes=200).result
+        sides["bare"].append(100 * pairs / result.wall_s / 1000)
+        result = runs.run(programs.all_to_all_tasks, rounds=80, payload_bytes=200).result
+        sides["task"].append(80 * pairs / result.wall_s / 1000)
+    wire, full = Goal(at_least=0.6), Goal(at_least=0.4)
+    unit = "thousand frames/s"
+    yield ratio_row(
+        "small frames, bare handler, mesh alone", sides["mesh"], sides["raw"], unit, wire
+    )
+    yield ratio_row("small frames, bare handler, ports", sides["bare"], sides["raw"], unit, wire)
+    yield ratio_row("small frames, body, ports, task", sides["task"], sides["raw"], unit, full)
+
+
+def bulk(rounds: int) -> Iterator[Row]:
+    """1 MiB all-to-all of 20 processes, equal socket buffers."""
+    count, turns, size = 20, 10, 1 << 20
+    gigabytes = turns * count * (count - 1) * size / 1e9
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        wall_s = raw.all_to_all_s(
+            count=count, rounds=turns, message_bytes=size, buffer_bytes=BUFFER_BYTES
+        )
+        theirs.append(gigabytes / wall_s)
+        result = runs.run(programs.all_to_all, nodes=count, rounds=turns, payload_bytes=size).result
+        ours.append(gigabytes / result.wall_s)
+    yield ratio_row("bulk, 1 MiB, 20 nodes", ours, theirs, "GB/s", Goal(at_least=0.9))
+
+
+def grants(rounds: int) -> Iterator[Row]:
+    """Grants per wall second."""
+    sparse: list[float] = []
+    everyone: list[float] = []
+    chain: list[float] = []
+    for _ in range(rounds):
+        sparse.append(
+            runs.run(programs.sparse, mean_ps=20_000_000, until_ps=6 * 10**9).grants_per_s
+        )
+        everyone.append(runs.run(programs.everyone, rounds=1500).grants_per_s)
+        chain.append(runs.run(programs.chain, rounds=8000).grants_per_s)
+    yield row("grants, sparse traffic", sparse, "/s", Goal(at_least=25_000))
+    yield row("grants, all nodes in each window", everyone, "/s", Goal(at_least=45_000))
+    yield row("grants, one ping-pong chain", chain, "/s", Goal(at_least=12_000))
+
+
+def launch(rounds: int) -> Iterator[Row]:
+    """48 nodes from the fork to ready."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        theirs.append(runs.bare_pythons_s(NODES))
+        ours.append(runs.run(programs.idle, every_ps=0, until_ps=1).result.launch_s)
+    yield ratio_row("48 nodes ready / bare pythons", ours, theirs, "s", Goal(at_most=0.2))
+    yield row("48 nodes ready", ours, "s", Goal(at_most=0.6))
+
+
+def idle(rounds: int) -> Iterator[Row]:
+    """A virtual hour of 48 nodes."""
+    without: list[float] = []
+    with_timers: list[float] = []
+    for _ in range(rounds):
+        without.append(runs.run(programs.idle, every_ps=0, until_ps=HOUR_PS).result.wall_s)
+        every_ps = 10 * 10**12
+        result = runs.run(programs.idle, every_ps=every_ps, until_ps=HOUR_PS).result
+        with_timers.append(result.wall_s)
+    yield row("idle hour, no timers", without, "s", Goal(at_most=0.2))
+    yield row("idle hour, a timer per node per 10 s", with_timers, "s", Goal(at_most=2))
+
+
+def sizes(rounds: int) -> Iterator[Row]:
+    """Wall time per message at several numbers of nodes."""
+    sizes_nodes = (12, 24, 48, 96)
+    spread: list[float] = []
+    walls_us: dict[int, list[float]] = {nodes: [] for nodes in sizes_nodes}
+    for _ in range(rounds):
+        for nodes in sizes_nodes:
+            pairs = nodes * (nodes - 1)
+            turns = 150_000 // pairs
+            result = runs.run(
+                programs.all_to_all, nodes=nodes, rounds=turns, payload_bytes=200
+            ).result
+            walls_us[nodes].append(1e6 * result.wall_s / (turns * pairs))
+        last = [values[-1] for values in walls_us.values()]
+        spread.append(max(last) / min(last))
+    beside = ", ".join(f"{n}: {statistics.median(v):.1f} us" for n, v in walls_us.items())
+    yield row("wall per message, dearest / cheapest size", spread, "x", Goal(at_most=1.4), beside)
+
+
+def memory(_: int) -> Iterator[Row]:
+    """Private memory of a node after a run."""
+    measured = runs.run(programs.all_to_all, rounds=20, payload_bytes=200)
+    values = [each / 1e6 for each in measured.private_bytes]
+    most = max(values)
+    yield row("private memory, largest node", [most], "MB", Goal(at_most=40))
+
+
+TABLE: tuple[Callable[[int], Iterator[Row]], ...] = (
+    small,
+    bulk,
+    grants,
+    launch,
+    idle,
+    sizes,
+    memory,
+)
+
+
+def show(each: Row) -> None:
+    """One line, as soon as it is measured."""
+    low, high = min(each.values), max(each.values)
+    spread = f"{low:,.3g}..{high:,.3g}" if low < high else ""
+    met = "met" if each.met else "MISSED"
+    print(
+        f"{each.what:44} {each.measured:>10,.3g} {each.unit:4} {spread:>18}"
+        f"  goal {each.goal:14} {met:7} {each.beside}".rstrip(),
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    if not options.json:
+        print(f"load {os.getloadavg()[0]:.1f} before, {os.cpu_count()} cores; median, range, goal")
+    for measure in TABLE:
+        if options.words and measure.__name__ not in options.words:
+            continue
+        for each in measure(options.rounds):
+            rows.append(each)
+            if not options.json:
+                show(each)
+    if options.json:
+        print(json.dumps([asdict(each) for each in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
