@@ -64,7 +64,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Topology = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", show_default=False)]
+Topology = Annotated[str, typer.Argument(metavar="TOPOLOGY", show_default=False)]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")
 ]
