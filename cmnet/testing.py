@@ -22,7 +22,6 @@ from cmnet.units import NEVER_PS, PS_PER_S, format_ps
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
 
-
 STALL_PS = 600 * PS_PER_S
 """Design 1.7, as in the supervisor."""
 
@@ -148,7 +147,7 @@ class LocalMachine:
                 raise
         if self.failure is not None:
             raise self.failure
-        return fold((f"{c.name}.0", c.fabric.digest.value()) for c in self.contexts)
+        return fold(self.seed, ((f"{c.name}.0", c.fabric.digest.value()) for c in self.contexts))
 
     async def _watch(self) -> None:
         """The stall watchdog of the supervisor, in one process."""

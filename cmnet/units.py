@@ -23,8 +23,9 @@ PS_PER_S = 10**12
 NEVER_PS = 2**63 - 1
 """No event: later than any instant of a run (int64 picoseconds hold 106 days)."""
 
-_NUMBER = re.compile(r"\s*([+-]?\d{1,19}(?:\.\d{1,19})?(?:[eE][+-]?\d{1,2})?)\s*([A-Za-z/]*)\s*")
-"""Few enough digits for an exact product below."""
+_NUMBER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)(?:[eE]([+-]?\d+))?\s*([A-Za-z/]*)\s*")
+_DIGITS_MAX, _EXPONENT_MAX = 40, 999
+"""So few that a product has less than 160 digits and is exact below."""
 _DURATIONS = {"ps": 1, "ns": 10**3, "us": 10**6, "ms": 10**9, "s": 10**12, "min": 60 * 10**12}
 _DURATIONS["h"] = 3600 * 10**12
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -37,12 +38,15 @@ _FLOPS = {"GFLOPS": 10**9, "TFLOPS": 10**12}
 def _parse(text: str, factors: dict[str, int], what: str) -> int:
     example = {"duration": "1.9 us", "size": "4 MiB", "rate": "196 GB/s", "speed": "376 TFLOPS"}
     match = _NUMBER.fullmatch(text)
-    if match is None or match[2] not in factors:
+    if match is None or match[3] not in factors:
         units = ", ".join(factors)
         raise ValueError(f"a {what} with a unit of {units}, such as {example[what]!r}")
+    exponent = match[2] or "0"
+    if len(match[1]) > _DIGITS_MAX or len(exponent) > 4 or abs(int(exponent)) > _EXPONENT_MAX:
+        raise ValueError(f"a {what} of ordinary size, such as {example[what]!r}")
     with localcontext() as exact:
         exact.prec = 160
-        value = Decimal(match[1]) * factors[match[2]]
+        value = Decimal(f"{match[1]}e{exponent}") * factors[match[3]]
     if value < 0:
         raise ValueError(f"a {what} that is not negative")
     if value != value.to_integral_value():

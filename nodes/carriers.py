@@ -16,7 +16,7 @@ from typing import Any
 from cmnet.errors import OperationError
 from cmnet.launch.agent import Context
 from cmnet.messages import Payload
-from planes.rdma import QueuePair, Rdma, Received
+from planes.rdma import Rdma, Received
 from planes.ub import Message, Ub
 from planes.vpc import Vpc
 from planes.vpc_transport import VpcTransport
@@ -63,7 +63,6 @@ class RdmaCarrier:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._rdma = Rdma(context)
-        self._pairs: dict[tuple[int, int], QueuePair] = {}
         self._devices = list(context.machine.dies(context.process))
 
     def on_message(self, handler: OnMessage) -> None:
@@ -80,16 +79,9 @@ class RdmaCarrier:
         self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
     ) -> None:
         """Send and wait for the completion. Raises OperationError; the next try reconnects."""
-        key = (source, target)
         data = _LENGTH.pack(len(body)) + body + bytes(payload)
-        try:
-            pair = self._pairs.get(key)
-            if pair is None:
-                pair = self._pairs[key] = await self._rdma.connect(source, target)
-            await pair.write_with_imm(data, charged_bytes=charged_bytes)
-        except OperationError:
-            self._pairs.pop(key, None)
-            raise
+        pair = await self._rdma.pair(source, target)
+        await pair.write_with_imm(data, charged_bytes=charged_bytes)
 
     def statistics(self) -> dict[str, int]:
         return self._rdma.statistics()

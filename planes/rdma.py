@@ -50,6 +50,11 @@ class QueuePair:
         self._reads = 0
         self._read_timeouts = 0
 
+    @property
+    def connected(self) -> bool:
+        """Not in error, as far as is known here."""
+        return self.sender.error is None
+
     async def write_with_imm(
         self,
         data: Payload = b"",
@@ -159,6 +164,7 @@ class Rdma:
         self._fabric = context.fabric
         self._number = context.incarnation << 40
         self._pairs: dict[int, QueuePair] = {}
+        self._shared: dict[tuple[int, int], tuple[QueuePair, asyncio.Lock]] = {}
         self._receiver = Receiver(self._fabric, self.memory)
         self._server = Server(self._fabric, self.memory, self._receiver.connected)
         for kind, handler in (
@@ -176,6 +182,21 @@ class Rdma:
         """A new queue pair from an own die. Raises PeerDeadError."""
         pair = QueuePair(self, self._fabric, source, target)
         await pair.reconnect()
+        return pair
+
+    async def pair(self, source: int, target: int) -> QueuePair:
+        """The queue pair that this process shares between two dies: connected at its first use, anew
+        if it is in error. Who waits for that goes on in order. Raises PeerDeadError."""
+        key = (source, target)
+        shared = self._shared.get(key)
+        if shared is None:
+            pair = QueuePair(self, self._fabric, source, target)
+            shared = self._shared[key] = (pair, asyncio.Lock())
+        pair, connecting = shared
+        if not pair.connected:
+            async with connecting:
+                if not pair.connected:
+                    await pair.reconnect()
         return pair
 
     def on_receive(self, device: int, handler: Callable[[Received], None]) -> None:

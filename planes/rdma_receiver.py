@@ -64,6 +64,9 @@ class Receiver:
         return (source, number) in self._pairs
 
     def connect_arrived(self, arrival: Arrival) -> None:
+        if arrival.flags & FLAG_CORRUPT:
+            self.refused["corrupt"] += 1
+            return
         number, before = rdma_frames.CONNECT_HEAD.unpack(arrival.body)
         self._pairs.pop((arrival.source, before), None)
         self._pairs.setdefault((arrival.source, number), _Pair())

@@ -23,7 +23,7 @@ import msgspec
 from cmnet import entropy
 from cmnet.errors import FrameError, NodeFailedError, SpinError
 from cmnet.fabric import INCARNATION_SHIFT, Fabric
-from cmnet.launch import stacks
+from cmnet.launch import deathsig, stacks
 from cmnet.link.rules import Rule, Rules, Switches
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine
@@ -370,7 +370,8 @@ def _short(text: str) -> str:
 
 
 def prepare_process(run_folder: str, name: str) -> None:
-    """What every process of a run does first: its own signals, its stack dump on SIGUSR1."""
+    """What every process of a run does first: its name, its own signals, its stacks on SIGUSR1."""
+    deathsig.call_me(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stacks = (Path(run_folder) / "stacks" / f"{name}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -63,6 +63,7 @@ class Supervisor:
         self.folder = folder
         self.result = RunResult(folder=str(folder))
         self.processes_count = len(machine.processes)
+        self.result.socket_buffer_bytes = self._granted_buffer_bytes()
         self._progress = progress
         self._started = time.perf_counter()
         self._first_grant = 0.0
@@ -89,6 +90,13 @@ class Supervisor:
         self._running = False
         self._window_seen = (0, 0.0)
         self._on_ready: Callable[[], None] = lambda: None
+
+    def _granted_buffer_bytes(self) -> int:
+        """What the kernel gives of the socket buffer that was asked for (it may have a cap)."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.settings.socket_buffer_bytes)
+            # Linux doubles what is asked, for its own accounting (socket(7))
+            return probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     # --- the whole run ----------------------------------------------------------------------------
 
@@ -139,7 +147,13 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):  # dead already: its control socket ends
                 self._pidfds[process] = os.pidfd_open(pids[process])
             self.conductor.attach(process, ours)
+        self._write_pids()
         self._ready_deadline = time.monotonic() + READY_TIMEOUT_S
+
+    def _write_pids(self) -> None:
+        """``pids.json``: node name to process id, of those that live; for whoever breaks things."""
+        names = {self.machine.processes[p].name: pid for p, pid in sorted(self.pids.items())}
+        (self.folder / "pids.json").write_bytes(msgspec.json.encode(names))
 
     def _in_start_order(self, processes: list[int]) -> list[int]:
         if self.settings.start_order == "reverse":
@@ -285,7 +299,7 @@ class Supervisor:
             if process in alive:
                 digests.append(self.conductor.states[process].digest)
             entries += [(f"{info.name}.{n}", value) for n, value in enumerate(digests)]
-        return digest.fold(entries)
+        return digest.fold(self.settings.seed, entries)
 
     def interrupt(self) -> None:
         """Ctrl-C: end after the window in progress, with a report of what was done; the second time,

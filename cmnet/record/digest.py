@@ -75,9 +75,12 @@ class Digest:
         return self._value
 
 
-def fold(digests: Iterable[tuple[str, bytes]]) -> str:
-    """The run's digest: of (process name, digest) in order of process index."""
-    whole = xxhash.xxh3_128()
+def fold(seed: int, digests: Iterable[tuple[str, bytes]]) -> str:
+    """The run's digest: of its seed and of (process name, digest) in order of process index.
+
+    The seed is in it though a run without faults draws nothing: another seed is another run.
+    """
+    whole = xxhash.xxh3_128(seed.to_bytes(8, "little"))
     for name, digest in digests:
         whole.update(name.encode() + b"\0" + digest)
     return whole.hexdigest()

@@ -31,7 +31,7 @@ class StoreServer:
         )
         if context.undo_window is not None:
             self._engine.undo_after(context.undo_window - 1)
-        self._charged = {key: 0 for key in self._engine.keys()}
+        self._charged = dict.fromkeys(self._engine.keys(), 0)
         self._writing: set[bytes] = set()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "ems-writer")
         self._write_ids = context.incarnation << 40

@@ -22,6 +22,7 @@ import numpy as np
 from cmnet.bursts import Bundle
 from cmnet.errors import CorruptError, LinkError, PeerDeadError
 from cmnet.launch.agent import Context
+from cmnet.messages import Payload
 from cmnet.topology.machine import Operation, Plane
 from cmnet.units import NEVER_PS
 from nodes.model import tiles
@@ -182,7 +183,9 @@ class Exchange:
         items: list[tuple[int, int, bytes]],
         began_ps: int,
     ) -> None:
-        own = [(target, data, self._loop.now_ps) for target, _, data in items if target == source]
+        own: list[tuple[int, Payload, int]] = [
+            (target, data, self._loop.now_ps) for target, _, data in items if target == source
+        ]
         if own:  # a die's messages to itself pass no link
             handler = self._dispatched if kind == DISPATCH_KIND else self._combined
             bundle = Bundle(source, _HEAD.pack(*key, began_ps), own, 0)
@@ -266,7 +269,7 @@ class Exchange:
                 _, count, _, rank = _FLAG.unpack(data)
                 expected.counts[rank] = count
             else:
-                expected.items[rank, token, k] = (target, expert, data[_TOKEN.size :])
+                expected.items[rank, token, k] = (target, expert, bytes(data)[_TOKEN.size :])
         future = expected.future
         if future is not None and not future.done() and expected.complete(expected.sources):
             future.set_result(None)

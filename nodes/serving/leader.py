@@ -15,7 +15,6 @@ import msgspec
 from cmnet.vtime.loop import VirtualLoop
 from nodes.serving import messages
 
-
 Sequence = tuple[int, int]
 """(request, attempt)"""
 

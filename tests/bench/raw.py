@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import tempfile
@@ -34,6 +35,8 @@ class _Counter(asyncio.Protocol):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
         self.node.transports.append(cast(asyncio.WriteTransport, transport))
+        if len(self.node.transports) == self.node.count - 1:
+            self.node.connected.set()
 
     def data_received(self, data: bytes) -> None:
         node = self.node
@@ -55,15 +58,16 @@ class _Node:
         self.transports: list[asyncio.WriteTransport] = []
         self.bytes_read = 0
         self.bytes_due = message_bytes * (count - 1)
-        self.done: asyncio.Future[None]
+        self.done = asyncio.Event()
+        self.connected = asyncio.Event()
 
     def next_round(self) -> None:
         self.bytes_due += len(self.message) * (self.count - 1)
         self.rounds -= 1
         if self.rounds > 0:
             self.send()
-        elif not self.done.done():
-            self.done.set_result(None)
+        else:
+            self.done.set()
 
     def send(self) -> None:
         for transport in self.transports:
@@ -71,33 +75,36 @@ class _Node:
 
     async def run(self, folder: Path, steps: Steps) -> None:
         loop = asyncio.get_running_loop()
-        self.done = loop.create_future()
         server = await loop.create_unix_server(
             lambda: _Counter(self), str(folder / str(self.index))
         )
         steps.reached()
         for peer in range(self.index):
             await loop.create_unix_connection(lambda: _Counter(self), str(folder / str(peer)))
-        while len(self.transports) < self.count - 1:
-            await asyncio.sleep(0.001)
+        await self.connected.wait()
         steps.reached()
         self.send()
-        await self.done
+        await self.done.wait()
         steps.reached()
         server.close()
 
 
 class Steps:
-    """A barrier between forked processes and their parent, out of two pipes."""
+    """Barriers between forked processes and their parent: listening, connected, done."""
+
+    COUNT = 3
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._up, self._down = os.pipe(), os.pipe()
+        self._passed = 0
+        self._up = os.pipe()
+        self._down = [os.pipe() for _ in range(self.COUNT)]  # one each: nobody takes another's byte
 
     def reached(self) -> None:
         """In a child: say so, and wait until all are here."""
         os.write(self._up[1], b".")
-        os.read(self._down[0], 1)
+        os.read(self._down[self._passed][0], 1)
+        self._passed += 1
 
     def wait(self) -> None:
         """In the parent: until all are here."""
@@ -106,11 +113,13 @@ class Steps:
             got += len(os.read(self._up[0], self.count))
 
     def let_go(self) -> None:
-        os.write(self._down[1], b"." * self.count)
+        os.write(self._down[self._passed][1], b"." * self.count)
+        self._passed += 1
 
     def close(self) -> None:
-        for fd in (*self._up, *self._down):
-            os.close(fd)
+        for fds in (self._up, *self._down):
+            for fd in fds:
+                os.close(fd)
 
 
 def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int = 0) -> float:
@@ -134,7 +143,7 @@ def forked_s(count: int, live: Callable[[int, Path, Steps], None]) -> float:
     """Wall seconds between the second barrier (all connected) and the third (all done)."""
     steps = Steps(count)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        pids = [_fork(lambda index=index: live(index, Path(name), steps)) for index in range(count)]
+        pids = [_fork(functools.partial(live, index, Path(name), steps)) for index in range(count)]
         for _ in range(2):
             steps.wait()
             begin = time.perf_counter()

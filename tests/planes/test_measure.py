@@ -105,7 +105,7 @@ def test_delivery_is_the_closed_form(plane: str, flows: int, size: int) -> None:
     assert_exact(asking(plane, size, flows))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_most_that_may_be_asked_is_exact() -> None:
     """64 GiB in a round: a million chunks on VPC."""
     assert_exact(asking("vpc", GIB, 64))

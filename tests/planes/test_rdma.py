@@ -322,6 +322,33 @@ def test_a_restarted_target_refuses_frames_of_the_old_connection() -> None:
     assert got == [b"new"]
 
 
+def test_a_shared_pair_is_connected_once_and_keeps_order() -> None:
+    """Many users at one instant, before there is a connection, and again after an error."""
+    got: list[int] = []
+    pairs: list[QueuePair] = []
+
+    async def target(context: Context) -> None:
+        Rdma(context).on_receive(B, lambda m: got.append(m.immediate))
+
+    async def source(context: Context) -> None:
+        rdma = Rdma(context)
+
+        async def one(index: int) -> None:
+            pair = await rdma.pair(A, B)
+            pairs.append(pair)
+            await pair.write_with_imm(immediate=index)
+
+        for first in (0, 20):
+            async with asyncio.TaskGroup() as group:
+                for index in range(first, first + 20):
+                    group.create_task(one(index))
+            pairs[0].sender.fail(LinkError("as if", definite=False))
+
+    run({0: source, 1: target})
+    assert got == list(range(40))
+    assert all(pair is pairs[0] for pair in pairs)
+
+
 def test_connecting_to_a_dead_peer_fails() -> None:
     """After as many tries as anything else; a lost request is repeated."""
 

@@ -374,6 +374,24 @@ def test_an_orderly_end_resends_nothing() -> None:
     pair.close(1)
     pair.run(pair.now_ps + 10 * PROPAGATION_PS)
     assert [end.stream.state for end in pair.ends] == [State.CLOSED, State.CLOSED]
+    assert [end.stream.failure for end in pair.ends] == [None, None]
+
+
+def test_an_end_that_answers_an_end_is_acknowledged_by_who_is_then_over() -> None:
+    """Three messages end a stream whose two sides close one upon the other, and no reset."""
+    pair = Pair().open()
+    first, second = pair.opener, pair.accepter
+    first.close()
+    end = first.next_chunk(0)
+    assert end is not None
+    second.receive(end, 0)
+    second.close()
+    answer = second.next_chunk(0)
+    assert answer is not None
+    first.receive(answer, 0)
+    assert ([message.kind for message in first.control], first.state) == ([ACK], State.CLOSED)
+    second.receive(first.control[0], 0)
+    assert (second.state, second.control) == (State.CLOSED, [])
 
 
 def test_every_state_and_kind_has_one_answer() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from planes.vpc_halves import DATA, Limits, Message
+from planes.vpc_halves import DATA, PROBE, RST, SYN_ACK, Limits, Message
 from planes.vpc_stream import State, Stream
 
 MS = 10**9
@@ -122,7 +122,10 @@ class Pair:
             if self.listening:
                 stream.accept(message, self.now_ps)
             else:
-                self.send(1, Message(53))
+                self.send(1, Message(RST))
+        elif stream.state is State.CLOSED:
+            if message.kind in (DATA, PROBE, SYN_ACK):
+                self.send(index, Message(RST))
         else:
             stream.receive(message, self.now_ps)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cmnet import entropy
 from cmnet.units import NEVER_PS
-from cmnet.vtime.agenda import Agenda
+from cmnet.vtime.agenda import Agenda, Event
 from cmnet.vtime.horizon import Death, Grant, Horizon
 from cmnet.vtime.window import WindowGate
 
@@ -69,7 +69,8 @@ class Node:
 
     def happen(self, item: Frame | int) -> None:
         lives = item if isinstance(item, int) else item.lives
-        self.log.append((self.now_ps, *(item if isinstance(item, Frame) else (lives,))))
+        told = item._replace(window=0) if isinstance(item, Frame) else (lives,)
+        self.log.append((self.now_ps, *told))
         for _ in range((0, 1, 1, 2)[self.draws.below(4)] if lives else 0):
             if self.draws.below(3) == 0:
                 self.agenda.add_timer(self.now_ps + self.draws.below(60), self.happen, lives - 1)
@@ -133,7 +134,9 @@ class Node:
         """One window; returns the report: window, next event, sends, events so far."""
         horizon_ps = self.gate.horizon_ps
         while self.agenda.next_at_ps() < horizon_ps:
-            for event in self.agenda.take_instant():
+            instant: deque[Event] = deque()
+            self.agenda.take_instant(instant)
+            for event in instant:
                 assert event[0] >= self.now_ps
                 self.now_ps = event[0]
                 event[4](event[5])
@@ -243,7 +246,8 @@ class Run:
         at_ps = self.horizon.enter(entry.process)
         door = len(self.nodes)
         frame = Frame(door, 0, self.horizon.window, len(self.entries), at_ps, at_ps, 5)
-        self.orders[entry.process].append(frame)
+        if entry.process in self.horizon.alive():
+            self.orders[entry.process].append(frame)
 
     # --- the conductor ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_times_are_in_order(tmp_path: Path) -> None:
     served = local.serve(machine, local.job_of(machine, requests()), tmp_path)
     for record in served.requests:
         times = [record["arrival_ps"], record["first_token_ps"], *record["token_ps"][1:]]
-        assert all(earlier < later for earlier, later in zip(times, times[1:], strict=False))
+        assert all(earlier < later for earlier, later in itertools.pairwise(times))
         assert record["token_ps"][0] == record["first_token_ps"]
 
 
