@@ -34,7 +34,7 @@ from cmnet.messages import (
 )
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine, Operation, Plane
-from cmnet.units import format_ps
+from cmnet.units import NEVER_PS, format_ps
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
 
@@ -133,6 +133,7 @@ class Fabric:
         rate_bps: int = 0,
         started: Started | None = None,
         fence: int = NO_FENCE,
+        quiet: bool = False,
     ) -> None:
         """Queue a message at its egress. Starting is an event: on an idle port at this instant, after
         what else is due now, so that flows posted at one instant share the port from the first chunk.
@@ -140,10 +141,12 @@ class Fabric:
         ``rate_bps`` 0 means the path's. Whoever may send more than one collective awaits ``room``;
         whoever waits for ``started`` (a flow with its one chunk in the port) need not and counts
         nothing there. A message with a ``fence`` arrives after all that left before it on its route,
-        whatever rules delay, and is withdrawn if more than ``fence`` of those were dropped.
+        whatever rules delay, and is withdrawn if more than ``fence`` of those were dropped. A
+        ``quiet`` one (a chunk in the midst of a bulk message) is no event at its target: it is handed
+        over, with its own delivery, just before the next message there that is not quiet.
         """
         rate_bps = rate_bps or route.path.rate_bps
-        message = Outgoing(route, kind, body, payload, charged_bytes, rate_bps, started, fence)
+        message = Outgoing(route, kind, body, payload, charged_bytes, rate_bps, started, fence, quiet)
         port = route.egress
         port.queue.append(message)
         if started is None:
@@ -216,20 +219,25 @@ class Fabric:
         self.loop.agenda.add_port(at_ps, port.port_id, self._start_next, port)
 
     def _start_next(self, port: EgressPort) -> None:
-        message = port.queue.popleft()
-        if message.started is None:
-            port.waiting_bytes -= message.charged_bytes
-        if type(message) is Outgoing:
-            self._start(port, message)
-        elif not bursts.start_slice(self, port, message):
-            port.queue.append(message)
+        queue = port.queue
+        while True:
+            message = queue.popleft()
             if message.started is None:
-                port.waiting_bytes += message.charged_bytes
-        port.armed = False
-        if port.queue:
-            self._arm(port)
-        if port.waiters:
-            _wake(port)
+                port.waiting_bytes -= message.charged_bytes
+            if type(message) is Outgoing:
+                self._start(port, message)
+            elif not bursts.start_slice(self, port, message):
+                queue.append(message)
+                if message.started is None:
+                    port.waiting_bytes += message.charged_bytes
+            if port.waiters:
+                _wake(port)
+            if not queue:
+                port.armed = False
+                return
+            if True or not self.loop.advance(port.server.free_ps):
+                self._arm(port)
+                return
 
     def _start(self, port: EgressPort, message: Outgoing) -> None:
         route = message.route
@@ -256,9 +264,9 @@ class Fabric:
                 first_ps = route.first_ps
                 delay_ps = first_ps - now_ps
             times_ps = (first_ps, finish_ps + delay_ps)
-            payload, flags = message.payload, 0
+            payload, flags = message.payload, frames.FLAG_QUIET if message.quiet else 0
             if outcome.corrupt:
-                payload, flags = flip_a_bit(payload), frames.FLAG_CORRUPT
+                payload, flags = flip_a_bit(payload), flags | frames.FLAG_CORRUPT
             for _ in range(outcome.copies):
                 self._emit(
                     route,
@@ -350,7 +358,7 @@ class Fabric:
             statistics.frames_in_node += 1
             self._accept(Arrival(header, body, payload))
             return
-        self.count_send(peer, last_ps)
+        self.count_send(peer, NEVER_PS if flags & frames.FLAG_QUIET else last_ps)
         self.carry(peer, plane, frames.HEADER.pack(*header), body, payload)
 
     def count_send(self, peer: int, at_ps: int) -> None:
@@ -402,11 +410,13 @@ class Fabric:
 
     def _accept(self, arrival: Arrival) -> None:
         at_ps = arrival.last_ps
+        arrival.port = self.ingress_port(arrival.plane, arrival.target)
         if arrival.flags & frames.FLAG_SIGNAL:
             arrival.delivered_ps = at_ps
         else:
-            arrival.port = self.ingress_port(arrival.plane, arrival.target)
             arrival.port.add(arrival)
+            if arrival.flags & frames.FLAG_QUIET:
+                return
         self.loop.agenda.add_delivery(
             at_ps, arrival.source, arrival.sequence, self._deliver, arrival
         )
@@ -420,8 +430,16 @@ class Fabric:
                 arrival.delivered_ps, arrival.source, arrival.sequence, self._deliver, arrival
             )
             return
+        port = arrival.port
+        if arrival.flags & frames.FLAG_SIGNAL:
+            port.settle(now_ps)
+        while port.quiet and port.quiet[0].delivered_ps <= now_ps:
+            self._hand_over(port.quiet.popleft())
+        self._hand_over(arrival)
+
+    def _hand_over(self, arrival: Arrival) -> None:
         self.digest.delivery(
-            now_ps,
+            arrival.delivered_ps,
             arrival.source,
             arrival.target,
             arrival.sequence,

@@ -15,6 +15,7 @@ from typing import Any
 from cmnet.link.port import Server
 from cmnet.link.reach import FrameFacts
 from cmnet.topology.machine import Path
+from cmnet.wire.frames import FLAG_QUIET
 
 Payload = bytes | bytearray | memoryview
 
@@ -41,7 +42,7 @@ class Arrival:
     )
 
     port: IngressPort
-    """Where it settles; a signal has none."""
+    """Where it settles; a signal only passes by."""
 
     def __init__(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
         (
@@ -72,6 +73,8 @@ sequence."""
 
 class Part:
     """One message of a bundle on its way to a device of this process."""
+
+    flags = 0
 
     __slots__ = (
         "charged_bytes",
@@ -133,11 +136,13 @@ class EgressPort:
 class IngressPort:
     """What is arriving at one device on one plane, unsettled: a heap by (first byte, source, sequence)."""
 
-    __slots__ = ("arrivals", "server")
+    __slots__ = ("arrivals", "quiet", "server")
 
     def __init__(self) -> None:
         self.server = Server()
         self.arrivals: list[tuple[int, int, int, Arrival | Part]] = []
+        self.quiet: deque[Arrival] = deque()
+        """Settled, and to be handed over with the next message that is not quiet."""
 
     def add(self, arrival: Arrival | Part) -> None:
         """Something is on its way to this port."""
@@ -151,6 +156,8 @@ class IngressPort:
             arrival.delivered_ps = receive(
                 arrival.first_ps, arrival.last_ps, arrival.charged_bytes, arrival.rate_bps
             )
+            if arrival.flags & FLAG_QUIET:
+                self.quiet.append(arrival)  # type: ignore[arg-type]  # a part is never quiet
 
     def discard(self, unwanted: Callable[[Arrival | Part], bool]) -> None:
         """Forget every arrival that matches."""
@@ -209,6 +216,7 @@ class Outgoing:
         "fence",
         "kind",
         "payload",
+        "quiet",
         "rate_bps",
         "route",
         "started",
@@ -224,6 +232,7 @@ class Outgoing:
         rate_bps: int,
         started: Started | None,
         fence: int,
+        quiet: bool,  # made in one place, by position for speed
     ) -> None:
         self.route = route
         self.kind = kind
@@ -233,6 +242,7 @@ class Outgoing:
         self.rate_bps = rate_bps
         self.started = started
         self.fence = fence
+        self.quiet = quiet
 
 
 class PlaneStatistics:

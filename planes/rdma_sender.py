@@ -180,6 +180,7 @@ class Sender:
         else:
             self._reached = self._next
         last = index == message.count - 1
+        asks = last or (index + 1) % self._retry.acknowledge_chunks == 0
         whole = self._chunk_bytes
         piece = message.piece(index)
         head = rdma_frames.CHUNK_HEAD.pack(
@@ -201,8 +202,9 @@ class Sender:
             payload=piece,
             started=self._started,
             fence=ORDERED,
+            quiet=not asks,
         )
-        if last or (index + 1) % self._retry.acknowledge_chunks == 0:
+        if asks:
             self._asking = self._next
         else:
             self._asking = 0

@@ -90,6 +90,7 @@ class VirtualLoop(uvloop.Loop):
         self._origin_ps = origin_ps
         self._ready: deque[asyncio.Handle] = deque()
         self._instant: deque[Event] = deque()
+        self._horizon_ps = 0
         self._numbers = 0
         self._spins = 0
         self._gc_at = GC_EVERY
@@ -303,6 +304,7 @@ class VirtualLoop(uvloop.Loop):
         loop stays drainable."""
         if self.now_ps >= horizon_ps:  # a stop at the start: what waits now is not before it
             return True
+        self._horizon_ps = horizon_ps
         ready, heap, instant = self._ready, self.agenda.heap, self._instant
         while not self._stop_asked:
             while instant:
@@ -327,6 +329,18 @@ class VirtualLoop(uvloop.Loop):
                     gc.collect()
             else:
                 self._count_spins(len(instant))
+        return True
+
+    def advance(self, at_ps: int) -> bool:
+        """From within an event: move the clock to an instant if nothing is due up to it. Who gets
+        True may do there what it would have made an event for; the order is the same."""
+        heap = self.agenda.heap
+        if self._ready or self._instant or at_ps >= self._horizon_ps:
+            return False
+        if heap and heap[0][0] <= at_ps:
+            return False
+        self.now_ps = at_ps
+        self._spins = 0
         return True
 
     def _run_ready(self, ready: deque[asyncio.Handle]) -> None:

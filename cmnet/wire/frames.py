@@ -32,6 +32,8 @@ FLAG_COPY = 4
 """A rule doubled the frame and this is the second; planes that number their frames refuse it."""
 FLAG_BUNDLE = 8
 """Many messages of one source, see ``cmnet.bursts``; their count is where the rate else is."""
+FLAG_QUIET = 16
+"""Nothing comes of the message by itself: it is handed over with a later one to its port."""
 
 
 def hello(*, plane: int, process: int, incarnation: int, token: bytes) -> bytes:

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import select
 import socket
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,7 +30,14 @@ SCRATCH_BYTES = 1 << 18
 LARGE_BYTES = 1 << 15
 """A payload from here on is read straight into its own buffer."""
 
+LARGE_FIRST_BYTES = 1 << 10
+"""After a large frame only so much is read at first, so that the next payload need not be moved."""
+
+POOL_BYTES_MAX = 1 << 25
+"""Buffers of large payloads that are kept for the next: new memory costs as much as filling it."""
+
 IOV_MAX = 1000
+JOINED_BYTES_MAX = 1 << 13
 
 SEGMENT_BYTES_LOOPBACK = 65_483
 SEGMENT_BYTES_SMALL = 536
@@ -74,19 +82,21 @@ def listen(unix_path: str, incarnation: int) -> tuple[socket.socket, socket.sock
 class _Outgoing:
     """One connection that we write."""
 
-    __slots__ = ("blocked", "parts", "peer", "sock")
+    __slots__ = ("blocked", "parts", "peer", "small", "sock")
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         self.sock = sock
         self.peer = peer
         self.parts: list[bytes | bytearray | memoryview] = []
         self.blocked = False
+        self.small = True
+        """No part that waits is worth sending from where it is."""
 
 
 class _Incoming:
     """One connection that we read."""
 
-    __slots__ = ("filled", "header", "partial", "peer", "sock", "target")
+    __slots__ = ("filled", "first_bytes", "header", "partial", "peer", "sock", "target")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -95,6 +105,8 @@ class _Incoming:
         self.header: tuple[tuple[int, ...], bytes] | None = None
         self.target = bytearray()
         self.filled = 0
+        self.first_bytes = 0
+        """How much to read at first; 0: as much as there is room for."""
 
 
 class Mesh:
@@ -130,6 +142,7 @@ class Mesh:
         self._incarnations = [0] * len(addresses)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
+        self._pool = _Pool()
         self.on_flushed: Callable[[], None] = lambda: None
         self.on_read: Callable[[], None] = lambda: None
         """Called after what came while watching has been read."""
@@ -256,6 +269,8 @@ class Mesh:
             parts.append(body)
         if payload:
             parts.append(payload)
+            if len(payload) > JOINED_BYTES_MAX:
+                outgoing.small = False
 
     def flush(self) -> bool:
         """Write what waits, one call a peer; True if the kernel took all of it."""
@@ -270,15 +285,21 @@ class Mesh:
         return not self._blocked and not self._dirty
 
     def _write(self, outgoing: _Outgoing) -> None:
-        parts = outgoing.parts
+        parts, sock = outgoing.parts, outgoing.sock
         try:
             while parts:
+                if len(parts) > 1 and outgoing.small:
+                    parts[:] = [b"".join(parts)]  # copying is cheaper than a list for the kernel
                 if len(parts) == 1:
-                    sent = outgoing.sock.send(parts[0])
+                    sent = sock.send(parts[0])
                 else:
-                    sent = outgoing.sock.sendmsg(parts[:IOV_MAX])
+                    sent = sock.sendmsg(parts[:IOV_MAX])
                 self.bytes_written += sent
-                _consume(parts, sent)
+                if sent == len(parts[0]):
+                    del parts[0]
+                else:
+                    _consume(parts, sent)
+            outgoing.small = True
         except BlockingIOError:
             if not outgoing.blocked:
                 outgoing.blocked = True
@@ -335,15 +356,17 @@ class Mesh:
             if incoming.header is not None:
                 self._fill(incoming)
                 return
-            count = incoming.sock.recv_into(self._scratch)
+            count = incoming.sock.recv_into(self._scratch, incoming.first_bytes)
             if count == 0:
                 self._drop_incoming(incoming)
-            elif incoming.peer < 0:
-                self._greet(incoming, bytes(self._view[:count]))
-            elif incoming.partial:
-                self._parse(incoming, memoryview(incoming.partial + self._view[:count]))
+                return
+            data = bytes(self._view[:count])
+            if incoming.partial:
+                data = incoming.partial + data
+            if incoming.peer < 0:
+                self._greet(incoming, data)
             else:
-                self._parse(incoming, self._view[:count])
+                self._parse(incoming, data, 0)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -353,7 +376,6 @@ class Mesh:
             self._on_broken(error)
 
     def _greet(self, incoming: _Incoming, data: bytes) -> None:
-        data = incoming.partial + data
         incoming.partial = data
         if len(data) < frames.HELLO.size:
             return
@@ -368,38 +390,39 @@ class Mesh:
         incoming.peer = peer
         incoming.partial = b""
         if len(data) > frames.HELLO.size:
-            self._parse(incoming, memoryview(data)[frames.HELLO.size :])
+            self._parse(incoming, data, frames.HELLO.size)
 
-    def _parse(self, incoming: _Incoming, view: memoryview) -> None:
-        at, end, size = 0, len(view), frames.HEADER.size
+    def _parse(self, incoming: _Incoming, data: bytes, at: int) -> None:
+        end, size = len(data), frames.HEADER.size
         unpack, on_frame, peer = frames.HEADER.unpack_from, self._on_frame, incoming.peer
         while end - at >= size:
-            header = unpack(view, at)
+            header = unpack(data, at)
             body_end = at + size + header[0]
             payload_end = body_end + header[1]
             if header[0] | header[1] or header[2] != frames.MAGIC:
                 frames.check_lengths(header[0], header[1], header[2])
             if payload_end > end:
                 if header[1] >= LARGE_BYTES and body_end <= end:
-                    self._begin_large(incoming, header, view, at + size)
+                    self._begin_large(incoming, header, data, at + size)
                     return
                 break
-            on_frame(
-                peer, header, bytes(view[at + size : body_end]), bytes(view[body_end:payload_end])
-            )
+            on_frame(peer, header, data[at + size : body_end], data[body_end:payload_end])
             at = payload_end
-        incoming.partial = bytes(view[at:]) if at < end else b""
+        incoming.partial = data[at:]
+        incoming.first_bytes = 0
 
     def _begin_large(
-        self, incoming: _Incoming, header: tuple[int, ...], view: memoryview, body_at: int
+        self, incoming: _Incoming, header: tuple[int, ...], data: bytes, body_at: int
     ) -> None:
         body_end = body_at + header[0]
-        rest = view[body_end:]
-        incoming.header = (header, bytes(view[body_at:body_end]))
-        incoming.target = bytearray(header[1])
+        rest = data[body_end:]
+        incoming.header = (header, data[body_at:body_end])
+        incoming.target = self._pool.take(header[1])
         incoming.target[: len(rest)] = rest
         incoming.filled = len(rest)
         incoming.partial = b""
+        incoming.first_bytes = LARGE_FIRST_BYTES
+        self._fill(incoming)
 
     def _fill(self, incoming: _Incoming) -> None:
         view = memoryview(incoming.target)[incoming.filled :]
@@ -418,6 +441,32 @@ class Mesh:
     def _drop_incoming(self, incoming: _Incoming) -> None:
         if self._incoming.pop(incoming.sock.fileno(), None) is not None:
             incoming.sock.close()  # which takes it out of the poller as well
+
+
+class _Pool:
+    """Buffers by size; one that nobody else refers to any more is given out again."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, list[bytearray]] = {}
+        self._bytes = 0
+
+    def take(self, size: int) -> bytearray:
+        """A buffer of exactly this size with anything in it."""
+        buffers = self._of_size.setdefault(size, [])
+        for index in range(len(buffers)):
+            if sys.getrefcount(buffers[index]) == UNUSED_REFERENCES:
+                buffer = buffers.pop(index)
+                buffers.append(buffer)  # the longest unused are in front
+                return buffer
+        buffer = bytearray(size)
+        if self._bytes + size <= POOL_BYTES_MAX:
+            self._bytes += size
+            buffers.append(buffer)
+        return buffer
+
+
+UNUSED_REFERENCES = 2
+"""Of a pool's buffer in ``take``: the list and the argument of ``getrefcount``."""
 
 
 def _consume(parts: list[bytes | bytearray | memoryview], sent: int) -> None:

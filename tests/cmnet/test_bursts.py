@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -73,7 +74,7 @@ def outcome(
             setattr(rig.machine, key, value)
         collect(rig, got)
         for at_ps, source, items in posts:
-            rig.at(at_ps, lambda source=source, items=items: send(rig, source, items))
+            rig.at(at_ps, functools.partial(send, rig, source, items))
         rig.run()
         statistics = [fabric.statistics() for fabric in rig.fabrics]
         for planes in statistics:
@@ -168,8 +169,12 @@ def test_a_burst_longer_than_a_slice_lets_others_in_between() -> None:
     """196 GB/s x 50 us = 9.8 MB a slice: the other message waits for one slice, not for three."""
     with Rig("pair") as rig:
         order: list[bytes] = []
-        rig.fabrics[1].bind(KIND, lambda bundle: order.extend(data for _, data, _ in bundle.items))
-        rig.fabrics[1].bind(2, lambda arrival: order.append(arrival.payload))
+
+        def handle(bundle: Any) -> None:
+            order.extend(data for _, data, _ in bundle.items)
+
+        rig.fabrics[1].bind(KIND, handle)
+        rig.fabrics[1].bind(2, lambda arrival: order.append(bytes(arrival.payload)))
         source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
         route = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target)
         slice_bytes = route.path.rate_bps * rig.machine.bundle_slice_ps // (8 * 10**12)
@@ -244,8 +249,8 @@ def test_bytes_that_are_no_bundle_are_refused() -> None:
                 receive((*header[:13], count), body, payload)
         with pytest.raises(FrameError):
             receive(header, body, payload + b"!")
+        row = bursts.ROW.pack(0, 0, 0, 1, source, 5, 1)
         with pytest.raises(FrameError):
-            row = bursts.ROW.pack(0, 0, 0, 1, source, 5, 1)
             receive((*header[:13], 1), row, payload)
         rig.fabrics[1].ran_to_ps = rig.loop.now_ps + 1
         with pytest.raises(CausalityError):

@@ -7,8 +7,6 @@ import select
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -331,21 +329,3 @@ def test_a_peer_that_is_back_is_connected_to_anew(world: World) -> None:
     sender.mesh.flush()
     world.turn_until(lambda: len(back.got) == 2)
     assert sorted(sequence for _, sequence, _, _ in back.got) == [2, 3]
-
-
-def test_frames_to_one_peer_are_one_write(world: World) -> None:
-    """Small frames of a drain go together: counted by the chunks that the receiver reads."""
-    sender, receiver = connected(world)
-    reads: list[Any] = []
-    for sequence in range(200):
-        sender.send(1, 0, sequence, b"abc", b"de")
-    sender.mesh.flush()
-    real = receiver.mesh._parse
-
-    def counted(incoming: Any, view: Any) -> None:
-        reads.append(len(view))
-        real(incoming, view)
-
-    receiver.mesh._parse = counted  # type: ignore[method-assign]
-    world.turn_until(lambda: len(receiver.got) == 200)
-    assert len(reads) <= 3 and Path(receiver.address.unix_path).exists()
