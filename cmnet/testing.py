@@ -1,19 +1,29 @@
-"""For tests: a whole machine in one process and one loop, without sockets (real processes: ``spawn``).
+"""For tests: a whole machine in one process (``LocalMachine``), or in real ones (``spawn``).
 
-Owns the in-memory carrier. Programs, planes, ports, rules and digests are the real ones; what is
-missing is the conductor, the mesh and the processes, so a run takes milliseconds and is exact.
+Owns the in-memory carrier of the former: programs, planes, ports, rules and digests are the real ones;
+what is missing is the conductor, the mesh and the processes, so a run takes milliseconds and is exact.
+Faults are rules: ``with machine.inject(effect, where): ...``. A failing run says its seed and the
+command that shows it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cmnet import entropy
+from cmnet.chaos import plan as plans
 from cmnet.errors import DeadlockError, StallError
 from cmnet.fabric import Fabric
 from cmnet.launch import agent
+from cmnet.launch.run import NodeFault, RunResult, Settings, make_run_folder
+from cmnet.launch.supervisor import Supervisor
+from cmnet.link.effects import Effect
+from cmnet.link.reach import Where
 from cmnet.link.rules import Rule, Rules, Switches
 from cmnet.messages import Payload
 from cmnet.record.digest import Digest, fold
@@ -21,6 +31,8 @@ from cmnet.topology.machine import Machine
 from cmnet.units import NEVER_PS, PS_PER_S, format_ps
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
+
+EVERYWHERE = Where()
 
 STALL_PS = 600 * PS_PER_S
 """Design 1.7, as in the supervisor."""
@@ -82,11 +94,17 @@ class LocalMachine:
         self.loop = VirtualLoop(origin_ps=origin_ps)
         self.finished = asyncio.Event()
         self.failure: BaseException | None = None
+        self._injected = 0
+        self._folder = folder
         for inside in ("disk", "statistics"):
             (folder / inside).mkdir(exist_ok=True)
-        self.contexts = [
-            agent.Context(self._make_agent(process, folder, settings or {}))  # type: ignore[arg-type]  # it has all that a Context touches
+        self._agents = [
+            self._make_agent(process, folder, settings or {})
             for process in range(len(machine.processes))
+        ]
+        self.contexts = [
+            agent.Context(one)  # type: ignore[arg-type]  # it has all that a Context touches
+            for one in self._agents
         ]
 
     def _make_agent(self, process: int, folder: Path, settings: dict[str, Any]) -> _LocalAgent:
@@ -142,20 +160,80 @@ class LocalMachine:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(main())
         except* DeadlockError:
-            outstanding = sum(c._agent.outstanding for c in self.contexts)
+            outstanding = sum(one.outstanding for one in self._agents)
             if outstanding:
                 raise
+        except* BaseException:
+            print(how_to_see_again(self.seed, str(self._folder)))
+            raise
         if self.failure is not None:
             raise self.failure
         return fold(self.seed, ((f"{c.name}.0", c.fabric.digest.value()) for c in self.contexts))
+
+    @contextlib.contextmanager
+    def inject(self, effect: Effect, where: Where = EVERYWHERE) -> Iterator[None]:
+        """A fault rule in every process for as long as the block runs, in virtual time."""
+        self._injected += 1
+        rule_id = f"injected {self._injected}"
+        start_ps = self.loop.now_ps
+        for context in self.contexts:
+            rule = Rule(
+                rule_id=rule_id, owner="test", effect=effect, where=where, start_ps=start_ps
+            )
+            context.fabric.rules.add(rule)
+        try:
+            yield
+        finally:
+            for context in self.contexts:
+                context.fabric.rules.remove(rule_id)
 
     async def _watch(self) -> None:
         """The stall watchdog of the supervisor, in one process."""
         while True:
             await self.loop.sleep_ps(STALL_PS)
-            marked_ps = max(context._agent.marked_at_ps for context in self.contexts)
+            marked_ps = max(one.marked_at_ps for one in self._agents)
             if self.loop.now_ps - marked_ps >= STALL_PS:
                 raise StallError(f"nothing was achieved for {format_ps(STALL_PS)}")
 
     async def _one(self, program: agent.Program, context: agent.Context) -> None:
         await program(context)
+
+
+@contextlib.contextmanager
+def spawn(
+    machine: Machine,
+    program: agent.Program,
+    *,
+    folder: Path,
+    seed: int = 0,
+    plan: plans.Plan = plans.NO_FAULTS,
+    **settings: Any,
+) -> Iterator[RunResult]:
+    """Run a program on real processes to its end and give the result; all is down by then.
+
+    If the block raises, the seed, the run folder and the command of the test are printed.
+    """
+    index_of = {process.name: process.index for process in machine.processes}
+    faults = [
+        NodeFault(at_ps=fault.at_ps, kind=fault.kind, process=index_of[fault.node])
+        for fault in plan.node_faults
+    ]
+    supervisor = Supervisor(
+        machine=machine,
+        program=program,
+        settings=Settings(seed=seed, rules=list(plan.rules), node_faults=faults, program=settings),
+        folder=make_run_folder(folder, "test"),
+    )
+    result = supervisor.run()
+    try:
+        yield result
+    except BaseException:
+        print(how_to_see_again(seed, result.folder))
+        raise
+
+
+def how_to_see_again(seed: int, folder: str) -> str:
+    """For people, when a run of a test went wrong."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
+    again = f"python -m pytest '{test}'" if test else "the same program"
+    return f"seed {seed}, run folder {folder}; see it again with: {again}"
