@@ -70,7 +70,7 @@ Json = Annotated[
 ]
 Plan = Annotated[str | None, typer.Option(metavar="FILE", help="Faults and their instants (YAML).")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")]
-Seed = Annotated[str, typer.Option(metavar="N", help="Of every random draw.")]
+Seed = Annotated[str, typer.Option(metavar="N", help="Decides every random draw.")]
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -95,17 +95,17 @@ def serve(
     plan: Plan = None,
     seed: Seed = "0",
     scale: Annotated[str, _option("S", "Carried bytes of a token vector, or 'full'.")] = "64",
-    model: Annotated[str, _option("NAME", "seal")] = "seal",
-    moe: Annotated[str, _option("NAME", "full")] = "full",
+    model: Annotated[str, _option("NAME", "seal: the transport's half of the model.")] = "seal",
+    moe: Annotated[str, _option("NAME", "full: every message moves.")] = "full",
     start_order: Annotated[str, _option("ORDER", "listed, random or reverse.")] = "listed",
-    socket_buffer: Annotated[str, _option("SIZE", "Of the kernel, per socket.")] = "4MiB",
+    socket_buffer: Annotated[str, _option("SIZE", "The kernel's, of each socket.")] = "4MiB",
     journal: Annotated[
         bool, typer.Option("--journal", help="Keep every event (for diff).")
     ] = False,
     out: Annotated[str | None, _option("DIR", "The run's folder: new or empty.")] = None,
     json: Json = False,
     pace: Annotated[str | None, _later("X")] = None,
-    scheduler: Annotated[str, _option("NAME", "peer")] = "peer",
+    scheduler: Annotated[str, _option("NAME", "peer: the least loaded.")] = "peer",
     cache_plane: Annotated[str | None, _later("PLANE")] = None,
     kv: Annotated[str | None, _later("WAY")] = None,
     attention: Annotated[str | None, _later("NAME")] = None,
@@ -116,7 +116,7 @@ def serve(
     mtp_graphs: Annotated[str | None, _later("WAY")] = None,
     table: Annotated[str | None, _later("NAME")] = None,
 ) -> int:
-    """Serve a trace on the machine and check every token (the main job)."""
+    """Serve a trace and check every token (the default)."""
     from nodes.serving import command, options
 
     given = {name: value for name, value in locals().items() if name in options.NAMES}
@@ -139,7 +139,7 @@ def link(
     plan: Plan = None,
     json: Json = False,
 ) -> int:
-    """Measure a path and print the closed form beside it, to the picosecond."""
+    """Measure a path beside its closed form, to the picosecond."""
     from planes import link as command
 
     asked = command.parse(
@@ -154,7 +154,7 @@ def topology(
     check: Annotated[bool, typer.Option("--check", help="Only say whether it is right.")] = False,
     json: Json = False,
 ) -> int:
-    """What this machine is: nodes, roles, rates, lookahead, each number's source."""
+    """What this machine is, and where its numbers come from."""
     from cmnet.launch import commands
     from cmnet.record.screen import Screen
     from cmnet.topology.load import load
@@ -166,7 +166,7 @@ def topology(
 
 @app.command()
 def replay(run: Run, json: Json = False) -> int:
-    """Repeat a recorded run, deaths included, and compare the digests."""
+    """Repeat a recorded run, deaths included, and compare digests."""
     from nodes.serving import command
 
     return command.replay(run, json=json)
@@ -186,7 +186,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="RUN")],
     json: Json = False,
 ) -> int:
-    """Name the first event that differs between two runs with journals."""
+    """Name the first event that differs between two journals."""
     from cmnet.launch import commands
     from cmnet.record.screen import Screen
 

@@ -337,6 +337,9 @@ def deliver(fabric: Fabric, arriving: _ArrivingBundle) -> None:
         if arriving.at_ps > now_ps:
             _ask(fabric, arriving)
             return
+    for part in parts:
+        if part.port.quiet:
+            fabric.hand_over_quiet(part.port)
     kind, source = arriving.kind, arriving.source
     fabric.digest.deliveries(
         source,

@@ -11,6 +11,7 @@ is asked again at its true delivery.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,7 +147,9 @@ class Fabric:
         over, with its own delivery, just before the next message there that is not quiet.
         """
         rate_bps = rate_bps or route.path.rate_bps
-        message = Outgoing(route, kind, body, payload, charged_bytes, rate_bps, started, fence, quiet)
+        message = Outgoing(
+            route, kind, body, payload, charged_bytes, rate_bps, started, fence, quiet
+        )
         port = route.egress
         port.queue.append(message)
         if started is None:
@@ -205,10 +208,15 @@ class Fabric:
     async def room(self, route: Route, charged_bytes: int) -> None:
         """Wait, in virtual time and first come first served, until the egress accepts so many bytes."""
         port = route.egress
-        if port.waiters or not _fits(port, charged_bytes):
+        if port.waiters or not port.fits(charged_bytes):
             future = self.loop.create_future()
             port.waiters.append((charged_bytes, future))
-            await future
+            try:
+                await future
+            except asyncio.CancelledError:
+                if not future.cancelled():  # it was its turn: the next one's then
+                    port.wake()
+                raise
 
     # --- egress -----------------------------------------------------------------------------------
 
@@ -231,11 +239,11 @@ class Fabric:
                 if message.started is None:
                     port.waiting_bytes += message.charged_bytes
             if port.waiters:
-                _wake(port)
+                port.wake()
             if not queue:
                 port.armed = False
                 return
-            if True or not self.loop.advance(port.server.free_ps):
+            if not self.loop.advance(port.server.free_ps):
                 self._arm(port)
                 return
 
@@ -384,7 +392,7 @@ class Fabric:
         source, target, first_ps = header[7], header[8], header[10]
         if target not in self._ours:
             raise FrameError(f"a frame for device {target}, which is not here")
-        if source >= self._devices_count or header[4] >= len(Plane):
+        if source >= self._devices_count or header[4] >= _PLANES_COUNT:
             raise FrameError(f"a frame of device {source} on plane {header[4]}, which is nowhere")
         if first_ps < self.ran_to_ps:
             raise CausalityError(
@@ -433,9 +441,14 @@ class Fabric:
         port = arrival.port
         if arrival.flags & frames.FLAG_SIGNAL:
             port.settle(now_ps)
-        while port.quiet and port.quiet[0].delivered_ps <= now_ps:
-            self._hand_over(port.quiet.popleft())
+        if port.quiet:
+            self.hand_over_quiet(port)
         self._hand_over(arrival)
+
+    def hand_over_quiet(self, port: IngressPort) -> None:
+        """What was delivered there without being an event, before what is one."""
+        while port.quiet and port.quiet[0].delivered_ps <= self.loop.now_ps:
+            self._hand_over(port.quiet.popleft())
 
     def _hand_over(self, arrival: Arrival) -> None:
         self.digest.delivery(
@@ -477,21 +490,4 @@ class Fabric:
 
 
 _PASS = Outcome()
-
-
-def _fits(port: EgressPort, charged_bytes: int) -> bool:
-    waiting_bytes = port.waiting_bytes
-    return waiting_bytes == 0 or waiting_bytes + charged_bytes <= port.queue_bytes_max
-
-
-def _wake(port: EgressPort) -> None:
-    """Wake who waits for room, first come first served, as many as fit together."""
-    waiting_bytes = port.waiting_bytes
-    while port.waiters:
-        charged_bytes, future = port.waiters[0]
-        if waiting_bytes and waiting_bytes + charged_bytes > port.queue_bytes_max:
-            return
-        port.waiters.popleft()
-        if not future.done():
-            waiting_bytes += charged_bytes
-            future.set_result(None)
+_PLANES_COUNT = len(Plane)

@@ -132,6 +132,23 @@ class EgressPort:
         self.waiting_bytes = 0
         self.waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    def fits(self, charged_bytes: int) -> bool:
+        """So many bytes more may wait here; anything may wait alone."""
+        waiting_bytes = self.waiting_bytes
+        return waiting_bytes == 0 or waiting_bytes + charged_bytes <= self.queue_bytes_max
+
+    def wake(self) -> None:
+        """Wake who waits for room, first come first served, as many as fit together."""
+        waiting_bytes = self.waiting_bytes
+        while self.waiters:
+            charged_bytes, future = self.waiters[0]
+            if waiting_bytes and waiting_bytes + charged_bytes > self.queue_bytes_max:
+                return
+            self.waiters.popleft()
+            if not future.done():
+                waiting_bytes += charged_bytes
+                future.set_result(None)
+
 
 class IngressPort:
     """What is arriving at one device on one plane, unsettled: a heap by (first byte, source, sequence)."""

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from cmnet.errors import OperationError
 from cmnet.launch.agent import Context
 from cmnet.messages import Payload
 from planes.rdma import Rdma, Received
@@ -49,6 +48,12 @@ class UbCarrier:
     ) -> None:
         self._ub.post(source, target, MAILBOX, body, payload, charged_bytes)
 
+    async def complete(
+        self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
+    ) -> None:
+        """Send and wait for the completion. Raises OperationError."""
+        await self._ub.send(source, target, MAILBOX, body, payload, charged_bytes)
+
     def statistics(self) -> dict[str, int]:
         return self._ub.statistics()
 
@@ -61,19 +66,12 @@ class RdmaCarrier:
     """Messages over one queue pair for each (source die, target die), connected when first used."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
         self._rdma = Rdma(context)
         self._devices = list(context.machine.dies(context.process))
 
     def on_message(self, handler: OnMessage) -> None:
         for device in self._devices:
             self._rdma.on_receive(device, functools.partial(_of_rdma, handler))
-
-    def send(
-        self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
-    ) -> None:
-        whole = self.complete(source, target, body, payload, charged_bytes)
-        self._context.spawn(_and_forget(whole), f"rdma to {target}")
 
     async def complete(
         self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
@@ -85,13 +83,6 @@ class RdmaCarrier:
 
     def statistics(self) -> dict[str, int]:
         return self._rdma.statistics()
-
-
-async def _and_forget(whole: Any) -> None:
-    try:
-        await whole
-    except OperationError:
-        pass  # a message that nobody waits for is lost with its way
 
 
 def _of_rdma(handler: OnMessage, received: Received) -> None:

@@ -22,6 +22,9 @@ from nodes.serving.job import Job
 from nodes.serving.leader import Leader
 from nodes.serving.prefill import PrefillHelper, PrefillInstance
 
+CALLS_SHIFT = 40
+"""Calls of incarnation i begin at i << 40: an answer to one before a restart is nobody's."""
+
 
 def untouched(_: str, items: Any) -> Any:
     """What a run does to data on its way: nothing. Tests put a fault here."""
@@ -50,11 +53,14 @@ class Node:
         self._body = body
         self._view = view
         self._touch = touch
-        carriers: dict[Plane, Any] = {Plane.VPC: VpcCarrier(context)}
+        self._vpc = VpcCarrier(context)
+        carriers: dict[Plane, Any] = {Plane.VPC: self._vpc}
         if context.machine.processes[context.process].is_node:
             carriers |= {Plane.UB: UbCarrier(context), Plane.RDMA: RdmaCarrier(context)}
         self._carriers = carriers
-        self._post = Post(context.loop, carriers, messages.TYPES)
+        self._post = Post(
+            context.loop, carriers, messages.TYPES, first_call=context.incarnation << CALLS_SHIFT
+        )
         self._statistics: dict[str, Any] = {}
         context.on_statistics = self._collect
 
@@ -66,7 +72,7 @@ class Node:
         """The parts of this process's roles, for ever; the gateway's ends the run."""
         context, machine = self._context, self._context.machine
         if context.process == machine.roles.gateway:
-            gateway = Gateway(context, self._post, self._job)
+            gateway = Gateway(context, self._post, self._job, forget=self._vpc.forget)
             self._statistics["gateway"] = gateway.statistics
             await gateway.run()
             return
@@ -86,8 +92,8 @@ class Node:
                 up = messages.Up(context.process, context.incarnation)
                 self._to_gateway(up)
 
-    def _pong(self, _: messages.Ping, __: bytes, ___: int) -> None:
-        self._to_gateway(messages.Pong(self._context.incarnation))
+    def _pong(self, message: messages.Ping, _: bytes, __: int) -> None:
+        self._to_gateway(messages.Pong(message.asked_ps, self._context.incarnation))
 
     def _to_gateway(self, message: Any) -> None:
         machine = self._context.machine
@@ -145,22 +151,21 @@ class _Leading:
             self._leader = self._task = None
         if epoch.nodes[0] == self._context.process:
             self._lead(epoch)
+        self._early = [each for each in self._early if each[1].epoch > epoch.number]
         self._decode.enter(epoch)
 
     def _lead(self, epoch: messages.Epoch) -> None:
-        machine = self._context.machine
-        dies = machine.dies_per_node
+        decode = self._context.machine.roles.decode
+        dies = self._context.machine.dies_per_node
         self._leader = Leader(
             self._context.loop,
             epoch,
-            lambda node, message: self._decode.to_peer(machine.dies(node)[0], message),
-            first_number=0,
-            node_of_rank=lambda rank: machine.roles.decode[rank // dies],
-            sequences_max=self._job.serving.decode_sequences_max.amount,
-            timeout_ps=2 * self._job.serving.step_timeout.amount,
+            send=self._decode.send,
+            assure=self._decode.assure,
+            node_of_rank=lambda rank: decode[rank // dies],
+            settings=self._job.serving,
         )
-        early, self._early = self._early, []
-        for handle, message in early:
+        for handle, message in self._early:
             if message.epoch == epoch.number:
                 handle(self._leader, message)
         self._task = self._context.spawn(self._leader.run(), "leader")

@@ -30,28 +30,50 @@ Server = Callable[[Any, bytes, Reply], None]
 
 
 class Carrier(Protocol):
-    """Carries messages between devices on one plane, whole and in order per pair, or not at all."""
+    """Carries messages between devices on one plane, whole, once and in order per pair, or not at all.
+
+    A plane may lack one of the two ways to send.
+    """
+
+    def on_message(self, handler: Callable[[int, int, bytes, bytes], None]) -> None:
+        """Call ``handler(source, target, body, payload)`` at the delivery of each message."""
+
+
+class Sender(Carrier, Protocol):
+    """A carrier that sends and forgets."""
 
     def send(
         self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
     ) -> None:
         """Begin to send; waits for nobody."""
 
-    def on_message(self, handler: Callable[[int, int, bytes, bytes], None]) -> None:
-        """Call ``handler(source, target, body, payload)`` at the delivery of each message."""
+
+class Completer(Carrier, Protocol):
+    """A carrier that knows what has arrived."""
+
+    async def complete(
+        self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
+    ) -> None:
+        """Send; returns when it is known to be there. Raises OperationError."""
 
 
 class Post:
-    """All messages of one process. ``types`` are all that it may receive (tagged structs)."""
+    """All messages of one process. ``types`` are all that it may receive (tagged structs).
+
+    ``first_call`` differs from one incarnation of a process to the next: a late answer to a call
+    of the old one is no answer to a call of the new one.
+    """
 
     def __init__(
         self,
         loop: VirtualLoop,
-        carriers: dict[Plane, Carrier],
+        carriers: dict[Plane, Any],
         types: tuple[type[msgspec.Struct], ...],
+        *,
+        first_call: int = 0,
     ) -> None:
         self._loop = loop
-        self._carriers = carriers
+        self._carriers: dict[Plane, Any] = carriers
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], tuple[int, Any]] = msgspec.msgpack.Decoder(
             tuple[int, functools.reduce(operator.or_, types)]  # type: ignore[misc]  # made at run time
@@ -59,7 +81,7 @@ class Post:
         self._handlers: dict[type, Handler] = {}
         self._servers: dict[type, Server] = {}
         self._answers: dict[int, Any] = {}
-        self._calls = 0
+        self._calls = first_call
         for plane, carrier in carriers.items():
             carrier.on_message(functools.partial(self._arrived, plane))
 
@@ -88,21 +110,19 @@ class Post:
 
     async def complete(
         self,
+        plane: Plane,
         source: int,
         target: int,
         message: msgspec.Struct,
         *,
-        payload: Payload,
-        charged_bytes: int,
+        payload: Payload = b"",
+        charged_bytes: int = 0,
     ) -> None:
-        """Send over RDMA and wait for the completion. Raises OperationError."""
+        """As ``send``, but returns when the message is known to be there. Raises OperationError."""
         body = self._encode((0, message))
-        rdma = self._carriers[Plane.RDMA]
-        await rdma.complete(source, target, body, payload, charged_bytes)  # type: ignore[attr-defined]
-
-    def forget(self, process: int) -> None:
-        """A process was restarted: its streams are gone."""
-        self._carriers[Plane.VPC].forget(process)  # type: ignore[attr-defined]
+        charged_bytes = charged_bytes or len(body) + len(payload)
+        carrier: Completer = self._carriers[plane]
+        await carrier.complete(source, target, body, payload, charged_bytes)
 
     def deliver(self, message: msgspec.Struct) -> None:
         """Handle a message of this process to itself."""
@@ -151,7 +171,8 @@ class Post:
     ) -> None:
         body = self._encode((number, message))
         charged_bytes = charged_bytes or len(body) + len(payload)
-        self._carriers[plane].send(source, target, body, payload, charged_bytes)
+        carrier: Sender = self._carriers[plane]
+        carrier.send(source, target, body, payload, charged_bytes)
 
     def _arrived(self, plane: Plane, source: int, target: int, body: bytes, payload: bytes) -> None:
         number, message = self._decode(body)

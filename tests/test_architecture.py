@@ -81,7 +81,7 @@ BUILTINS = {
     "id": (),
     "eval": (),
     "exec": (),
-    "print": ("cmnet/record/", "cmnet/launch/"),
+    "print": ("cmnet/record/", "cmnet/launch/", "cmnet/testing.py"),
 }
 """Who alone may call a builtin: results would depend on a process's addresses or hash seed."""
 

@@ -139,6 +139,7 @@ class Agent:
         self._ran = False
         self._barrier = False
         self.failed = False
+        self._stopping = False
         self._dead: dict[tuple[int, int], int] = {}
         """(process, incarnation) -> the window from which on its frames never happened."""
         self._program = program
@@ -196,6 +197,7 @@ class Agent:
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._callback_failed)
         self.loop.native_reader(self._control.fileno(), self._control_readable)
+        os.set_blocking(self._control.fileno(), True)
         for peer, address in enumerate(self.assignment.addresses):
             if peer != self.assignment.process and address is not None:
                 self.mesh.connect(peer, 0)
@@ -229,6 +231,13 @@ class Agent:
             os._exit(1)  # the conductor is gone, and with it the run
 
     def _control_readable(self) -> None:
+        """Obey, and stay in ``recv`` as long as nobody but the conductor can have anything for this
+        process: the way round the loop costs as much as a small window."""
+        self._obey()
+        while not (self._granted or self.failed or self._stopping or self.mesh.watched):
+            self._obey()
+
+    def _obey(self) -> None:
         packet = self._packet
         try:
             count = self._control.recv_into(packet)
@@ -267,6 +276,7 @@ class Agent:
             case "why":
                 self._send(control.encode_rare("because", waits=stacks.waits(self.loop)))
             case "stop":
+                self._stopping = True
                 self.loop.stop()
             case other:
                 raise FrameError(f"a control message of no known kind: {other!r}")
@@ -313,25 +323,29 @@ class Agent:
         """Go on with the pending grant as far as possible."""
         if self.failed or not self._granted:
             return
-        gate = self._gate
         if not self._ran:
             if not self._read_expected():
                 return
-            self.fabric.window = gate.window
-            try:
-                if not self.loop.run_until(gate.horizon_ps):
-                    self.mesh.flush()
-                    return
-            except BaseException as error:
-                self.fail(error)
+            if not self._run_window():
                 return
-            self._ran = True
-            self.fabric.ran_to_ps = gate.horizon_ps
-            self.mesh.flush()
         threads_done = self.loop.threads_done if self._barrier else self.loop.disk_done
         if self.mesh.flushed() and threads_done():
             self._granted = False
             self._report()
+
+    def _run_window(self) -> bool:
+        """All events before the horizon. False: a thread must end first, or this node has failed."""
+        self.fabric.window, horizon_ps = self._gate.window, self._gate.horizon_ps
+        try:
+            done = self.loop.run_until(horizon_ps)
+        except BaseException as error:
+            self.fail(error)
+            return False
+        if done and not self.failed:
+            self._ran = True
+            self.fabric.ran_to_ps = horizon_ps
+        self.mesh.flush()
+        return self._ran
 
     def _report(self) -> None:
         report = control.Report(

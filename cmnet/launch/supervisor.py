@@ -14,7 +14,6 @@ import select
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from cmnet.launch.run import NodeFault as NodeFault
 from cmnet.launch.run import RunResult as RunResult
 from cmnet.launch.run import Settings as Settings
 from cmnet.launch.run import make_run_folder as make_run_folder
-from cmnet.launch.zygote import Zygote
+from cmnet.launch.zygote import Zygote, control_pair, make_socket_folder
 from cmnet.record import digest
 from cmnet.topology.machine import Machine
 from cmnet.units import NEVER_PS, PS_PER_S, format_ps
@@ -67,7 +66,7 @@ class Supervisor:
         self._progress = progress
         self._started = time.perf_counter()
         self._first_grant = 0.0
-        self._socket_folder = tempfile.mkdtemp(prefix="cmnet-")
+        self._socket_folder = make_socket_folder()
         self._zygote = Zygote(machine, program, self._socket_folder)
         self._token = secrets.token_bytes(16)
         self._addresses: list[Address | None] = [None] * self.processes_count
@@ -79,6 +78,7 @@ class Supervisor:
         self._ready: set[int] = set()
         self._awaited: set[int] = set()
         self._statistics_due: set[int] = set()
+        self._failures: dict[int, dict[str, Any]] = {}
         self._why_due: set[int] = set()
         self._because: dict[int, list[str]] = {}
         self._died_at_ps: dict[int, int] = {}
@@ -126,7 +126,17 @@ class Supervisor:
         self._watch()
         self._on_ready = self._begin
         everyone = list(range(self.processes_count))
-        loop.call_soon(lambda: self._spawn(everyone, start_ps=0))  # signals count from here on
+        loop.call_soon(lambda: self._start(everyone, start_ps=0))  # signals count from here on
+
+    def _start(self, processes: list[int], *, start_ps: int) -> bool:
+        """False if they cannot be started: the run ends."""
+        try:
+            self._spawn(processes, start_ps=start_ps)
+        except OSError as error:
+            names = ", ".join(self.machine.processes[process].name for process in processes[:8])
+            self._fail(f"{names} cannot be started: {error}", code="LAUNCH")
+            return False
+        return True
 
     def _spawn(self, processes: list[int], *, start_ps: int) -> None:
         incarnation = self._incarnations[processes[0]]
@@ -134,10 +144,7 @@ class Supervisor:
             processes, self._zygote.listen(processes, incarnation), strict=True
         ):
             self._addresses[process] = address
-        pairs = {
-            p: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for p in self._in_start_order(processes)
-        }
+        pairs = {process: control_pair() for process in self._in_start_order(processes)}
         assignments = [self._assignment(process, start_ps) for process in pairs]
         self._awaited = set(processes)
         pids = self._zygote.fork(assignments, [theirs for _, theirs in pairs.values()])
@@ -196,13 +203,11 @@ class Supervisor:
                 self.horizon.join(process, message["next_at_ps"])
                 self._no_longer_awaited(process)
             case "failed":
-                name = self.machine.processes[process].name
-                waits = "\n".join(message["waits"])
-                self._fail(
-                    f"{name} failed at {format_ps(message['at_ps'])}: {message['error']}",
-                    code=message["code"],
-                    detail=f"{message['stack']}\n{waits}",
-                )
+                self._failures[process] = message
+                if len(self._failures) == 1:
+                    self._failed_at = time.monotonic()
+                    self.conductor.pause()
+                    self._choose_failure()
             case "statistics":
                 self._statistics_due.discard(process)
                 if not self._statistics_due:
@@ -210,6 +215,21 @@ class Supervisor:
             case "because":
                 self._because[process] = message["waits"]
                 self._no_longer_asked(process)
+
+    def _choose_failure(self) -> None:
+        """Of all that fail in this window the first in virtual time is told, in every run the same:
+        so the others' answers are waited for, if they do answer."""
+        running = set(self.horizon.running()) - self._failures.keys()
+        if running and time.monotonic() < self._failed_at + WHY_TIMEOUT_S:
+            self._loop.call_later(0.01, self._choose_failure)
+            return
+        process, message = min(self._failures.items(), key=lambda item: (item[1]["at_ps"], item[0]))
+        name, waits = self.machine.processes[process].name, "\n".join(message["waits"])
+        self._fail(
+            f"{name} failed at {format_ps(message['at_ps'])}: {message['error']}",
+            code=message["code"],
+            detail=f"{message['stack']}\n{waits}",
+        )
 
     def _no_longer_awaited(self, process: int) -> None:
         self._awaited.discard(process)
@@ -226,7 +246,7 @@ class Supervisor:
         self.conductor.go()
 
     def _go_on(self) -> None:
-        if not (self._ending or self.result.error):
+        if not (self._ending or self._failures or self.result.error):
             self.conductor.go()
 
     def _window_closed(self) -> None:
@@ -241,7 +261,7 @@ class Supervisor:
 
     def stopped(self, at_ps: int) -> None:
         """A barrier: the plan's faults of this instant, or the end."""
-        if self._ending or self.result.error:
+        if self._ending or self._failures or self.result.error:
             return
         if at_ps == self._end_ps:
             self._end()
@@ -299,6 +319,9 @@ class Supervisor:
             if process in alive:
                 digests.append(self.conductor.states[process].digest)
             entries += [(f"{info.name}.{n}", value) for n, value in enumerate(digests)]
+        for death in sorted(self.result.deaths, key=lambda death: (death.at_ps, death.process)):
+            if death.at_ps < self._end_ps:
+                entries.append((f"death of {death.name}", death.at_ps.to_bytes(8, "little")))
         return digest.fold(self.settings.seed, entries)
 
     def interrupt(self) -> None:
@@ -382,11 +405,7 @@ class Supervisor:
     def _restart(self, process: int, at_ps: int) -> None:
         self._incarnations[process] += 1
         self._on_ready = self._go_on
-        try:
-            self._spawn([process], start_ps=at_ps)
-        except OSError as error:
-            name = self.machine.processes[process].name
-            self._fail(f"{name} cannot be started again: {error}", code="LAUNCH")
+        if not self._start([process], start_ps=at_ps):
             return
         address = msgspec.to_builtins(self._addresses[process])
         for peer in self.horizon.alive():

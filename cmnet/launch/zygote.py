@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,27 @@ from cmnet.topology.machine import Machine
 from cmnet.wire import mesh
 
 PACKET_BYTES_MAX = 1 << 22
+
+
+CONTROL_BUFFER_BYTES = 1 << 22
+"""Room for all that can wait while a node runs: the conductor never blocks."""
+TEMPORARY_CHARACTERS_MAX = 80
+"""The path of a Unix socket has at most 107 bytes."""
+
+
+def make_socket_folder() -> str:
+    """A private folder with a short name."""
+    parent = tempfile.gettempdir()
+    fits = len(parent) <= TEMPORARY_CHARACTERS_MAX
+    return tempfile.mkdtemp(prefix="cmnet-", dir=parent if fits else "/tmp")
+
+
+def control_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a control connection: the conductor's and the process's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CONTROL_BUFFER_BYTES)
+    return ours, theirs
 
 
 class Zygote:
@@ -107,19 +129,23 @@ def _live(
     gc.freeze()  # what an earlier run left would close, when collected, descriptors that are ours now
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, lambda *_: _leave(socket_folder, 0))
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         deathsig.die_with_parent(supervisor, signal.SIGTERM)
         _close(inherited)
         _obey(machine, program, socket_folder, orders)
         status = 0
-    except SystemExit:
-        status = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        shutil.rmtree(socket_folder, ignore_errors=True)
-        os._exit(status)
+        _leave(socket_folder, status)
+
+
+def _leave(socket_folder: str, status: int) -> None:
+    """The zygote's end. When the supervisor is killed it comes twice, by its socket and by a signal in
+    the middle of this: nothing is raised, lest what called for the fork goes on in this process."""
+    shutil.rmtree(socket_folder, ignore_errors=True)
+    os._exit(status)
 
 
 def _open_descriptors() -> dict[int, str]:

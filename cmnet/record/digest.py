@@ -76,7 +76,7 @@ class Digest:
 
 
 def fold(seed: int, digests: Iterable[tuple[str, bytes]]) -> str:
-    """The run's digest: of its seed and of (process name, digest) in order of process index.
+    """The run's digest: of its seed, of (process name, digest) in order of process index, of deaths.
 
     The seed is in it though a run without faults draws nothing: another seed is another run.
     """

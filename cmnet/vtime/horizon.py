@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cmnet.units import NEVER_PS
 
@@ -21,8 +22,7 @@ Send = tuple[int, int, int]
 """(peer, frames sent to it in this window, the earliest instant at which one of them matters)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """Leave to run one window. ``frames_expected`` counts frames of earlier windows, ever."""
 
     process: int

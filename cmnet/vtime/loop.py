@@ -25,6 +25,7 @@ import uvloop
 
 from cmnet.errors import DeadlockError, SpinError
 from cmnet.units import NEVER_PS, PS_PER_S, format_ps, nearest_ps
+from cmnet.vtime import outside
 from cmnet.vtime.agenda import Agenda, Event
 
 T = TypeVar("T")
@@ -306,21 +307,23 @@ class VirtualLoop(uvloop.Loop):
             return True
         self._horizon_ps = horizon_ps
         ready, heap, instant = self._ready, self.agenda.heap, self._instant
+        take_instant = self.agenda.take_instant
         while not self._stop_asked:
             while instant:
                 event = instant[0]
-                if event[4] is _end_hold and not event[5].thread.done():
-                    event[5].thread.add_done_callback(self._wake)
+                run, item = event[4], event[5]
+                if run is _end_hold and not item.thread.done():
+                    item.thread.add_done_callback(self._wake)
                     return False
                 instant.popleft()
-                event[4](event[5])
+                run(item)
             if ready:
                 self._run_ready(ready)
                 if not (heap and heap[0][0] <= self.now_ps):
                     continue
             elif not heap or heap[0][0] >= horizon_ps:
                 return True
-            self.agenda.take_instant(instant)
+            take_instant(instant)
             if instant[0][0] > self.now_ps:
                 self.now_ps = instant[0][0]
                 self._spins = 0
@@ -335,7 +338,7 @@ class VirtualLoop(uvloop.Loop):
         """From within an event: move the clock to an instant if nothing is due up to it. Who gets
         True may do there what it would have made an event for; the order is the same."""
         heap = self.agenda.heap
-        if self._ready or self._instant or at_ps >= self._horizon_ps:
+        if self._ready or self._instant or not self.now_ps < at_ps < self._horizon_ps:
             return False
         if heap and heap[0][0] <= at_ps:
             return False
@@ -471,37 +474,4 @@ def _run_held(hold: Hold, func: Callable[..., T], args: tuple[Any, ...]) -> T:
         _in_hold.hold = None
 
 
-_VIRTUAL = (
-    "create_connection create_server getaddrinfo getnameinfo sock_connect sock_accept sock_recv"
-    " sock_recv_into sock_sendall sock_recvfrom sock_recvfrom_into sock_sendto sock_sendfile"
-).split()
-_REFUSED = (
-    "create_unix_connection create_unix_server create_datagram_endpoint connect_read_pipe"
-    " connect_write_pipe connect_accepted_socket subprocess_exec subprocess_shell start_tls sendfile"
-    " add_reader remove_reader add_writer remove_writer add_signal_handler remove_signal_handler"
-).split()
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refused(self: VirtualLoop, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"loop.{name}() would run on the wall clock; a node has no such thing")
-
-    refused.__name__ = name
-    return refused
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def delegated(self: VirtualLoop, *args: Any, **options: Any) -> Any:
-        method = getattr(self.network, name, None)
-        if method is None:
-            raise RuntimeError(f"loop.{name}() needs the VPC plane of a node, which is not there")
-        return method(*args, **options)
-
-    delegated.__name__ = name
-    return delegated
-
-
-for _name in _VIRTUAL:
-    setattr(VirtualLoop, _name, _delegate(_name))
-for _name in _REFUSED:
-    setattr(VirtualLoop, _name, _refuse(_name))
+outside.override(VirtualLoop)

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import select
 import socket
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -25,6 +24,7 @@ import msgspec
 
 from cmnet.errors import FrameError, LaunchError
 from cmnet.wire import frames
+from cmnet.wire.pool import Pool
 
 SCRATCH_BYTES = 1 << 18
 LARGE_BYTES = 1 << 15
@@ -32,9 +32,6 @@ LARGE_BYTES = 1 << 15
 
 LARGE_FIRST_BYTES = 1 << 10
 """After a large frame only so much is read at first, so that the next payload need not be moved."""
-
-POOL_BYTES_MAX = 1 << 25
-"""Buffers of large payloads that are kept for the next: new memory costs as much as filling it."""
 
 IOV_MAX = 1000
 JOINED_BYTES_MAX = 1 << 13
@@ -136,13 +133,13 @@ class Mesh:
         self._dirty: list[_Outgoing] = []
         self._blocked = 0
         self._poller = select.epoll()
-        self._watched = False
+        self.watched = False
         self._incoming: dict[int, _Incoming] = {}
         self._listeners: dict[int, socket.socket] = {}
         self._incarnations = [0] * len(addresses)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
-        self._pool = _Pool()
+        self._pool = Pool()
         self.on_flushed: Callable[[], None] = lambda: None
         self.on_read: Callable[[], None] = lambda: None
         """Called after what came while watching has been read."""
@@ -337,14 +334,14 @@ class Mesh:
 
     def watch(self) -> None:
         """Read whenever something comes, until ``unwatch``."""
-        if not self._watched:
-            self._watched = True
+        if not self.watched:
+            self.watched = True
             self._loop.native_reader(self._poller.fileno(), self._read_watched)
 
     def unwatch(self) -> None:
         """Leave what comes in the kernel."""
-        if self._watched:
-            self._watched = False
+        if self.watched:
+            self.watched = False
             self._loop.native_reader_gone(self._poller.fileno())
 
     def _read_watched(self) -> None:
@@ -441,32 +438,6 @@ class Mesh:
     def _drop_incoming(self, incoming: _Incoming) -> None:
         if self._incoming.pop(incoming.sock.fileno(), None) is not None:
             incoming.sock.close()  # which takes it out of the poller as well
-
-
-class _Pool:
-    """Buffers by size; one that nobody else refers to any more is given out again."""
-
-    def __init__(self) -> None:
-        self._of_size: dict[int, list[bytearray]] = {}
-        self._bytes = 0
-
-    def take(self, size: int) -> bytearray:
-        """A buffer of exactly this size with anything in it."""
-        buffers = self._of_size.setdefault(size, [])
-        for index in range(len(buffers)):
-            if sys.getrefcount(buffers[index]) == UNUSED_REFERENCES:
-                buffer = buffers.pop(index)
-                buffers.append(buffer)  # the longest unused are in front
-                return buffer
-        buffer = bytearray(size)
-        if self._bytes + size <= POOL_BYTES_MAX:
-            self._bytes += size
-            buffers.append(buffer)
-        return buffer
-
-
-UNUSED_REFERENCES = 2
-"""Of a pool's buffer in ``take``: the list and the argument of ``getrefcount``."""
 
 
 def _consume(parts: list[bytes | bytearray | memoryview], sent: int) -> None:

@@ -2,14 +2,15 @@
 
 Owns the engine's writer thread and the index of what is durable *now* in virtual time. A put is known
 from the instant at which its modelled write ends; whether the host's disk was faster can change
-nothing. Does not own placement: clients know the owner.
+nothing. What the disk refuses to keep, or gives back damaged, is not held: a store may forget. Does
+not own placement: clients know the owner.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 
-from cmnet.errors import CorruptError
+from cmnet.errors import OperationError
 from cmnet.launch.agent import Context
 from nodes.ems import device, record
 from nodes.ems.engine import Durability, Engine
@@ -31,17 +32,17 @@ class StoreServer:
         )
         if context.undo_window is not None:
             self._engine.undo_after(context.undo_window - 1)
-        self._charged = dict.fromkeys(self._engine.keys(), 0)
+        self._durable = set(self._engine.keys())
         self._writing: set[bytes] = set()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "ems-writer")
         self._write_ids = context.incarnation << 40
-        self.counts = {"lookups": 0, "hits": 0, "gets": 0, "puts": 0, "corrupt": 0}
+        self.counts = {"lookups": 0, "hits": 0, "gets": 0, "puts": 0, "corrupt": 0, "refused": 0}
         post.serve(Lookup, self._look_up)
         post.serve(Get, self._get)
         post.on(Put, self._put)
 
     def _look_up(self, message: Lookup, _: bytes, reply: Reply) -> None:
-        held = tuple(key in self._charged for key in message.keys)
+        held = tuple(key in self._durable for key in message.keys)
         self.counts["lookups"] += len(held)
         self.counts["hits"] += sum(held)
         reply(Found(held), b"", 0)
@@ -57,18 +58,18 @@ class StoreServer:
         self._loop.call_at_ps(at_ps, reply, Value(held=True), found.payload, charged_bytes)
 
     def _read(self, key: bytes) -> record.Record | None:
-        if key not in self._charged:
+        if key not in self._durable:
             return None
         try:
             return record.join(key, self._engine.get)
-        except CorruptError:
+        except OperationError:
             self.counts["corrupt"] += 1
-            del self._charged[key]
+            self._durable.discard(key)
             return None
 
     def _put(self, message: Put, payload: bytes, _: int) -> None:
         key = message.key
-        if key in self._charged or key in self._writing:
+        if key in self._durable or key in self._writing:
             return  # keys name their content
         self.counts["puts"] += 1
         self._writing.add(key)
@@ -93,9 +94,11 @@ class StoreServer:
                 executor=self._writer,
                 on_disk=True,
             )
+            self._durable.add(key)
+        except OperationError:
+            self.counts["refused"] += 1
         finally:
             self._writing.discard(key)
-        self._charged[key] = charged_bytes
 
     def _put_many(self, items: list[tuple[bytes, bytes]], window: int) -> None:
         self._engine.put_many(items, grant=window)

@@ -6,13 +6,16 @@ that names who is missing. Does not own time of computation (the caller sleeps i
 
 A source die writes its token messages in (token, k) order, then one {count, flag} to every node of the
 group: its ranks share that node's flag area. Results are written to the slot (token, k) of the source,
-so a message that comes twice changes nothing.
+so a message that comes twice changes nothing. Whoever begins a step forgets the steps before it, and
+what still comes for those is ignored: memory does not grow with what was lost or late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import struct
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +23,7 @@ import msgspec
 import numpy as np
 
 from cmnet.bursts import Bundle
-from cmnet.errors import CorruptError, LinkError, PeerDeadError
+from cmnet.errors import CorruptError, LinkError, OperationError, PeerDeadError
 from cmnet.launch.agent import Context
 from cmnet.messages import Payload
 from cmnet.topology.machine import Operation, Plane
@@ -49,43 +52,84 @@ Key = tuple[int, int, int]
 Touch = Callable[[str, Any], Any]
 
 
-class _Expected:
-    """What a node's experts wait for in one layer."""
+class _Waiting:
+    """One end of one layer: what is still to come, and who waits for it."""
 
-    __slots__ = ("began_ps", "counts", "future", "items", "sources")
+    __slots__ = ("began_ps", "ended_ps", "error", "future")
 
     def __init__(self) -> None:
         self.began_ps = NEVER_PS
+        self.ended_ps = 0
+        """When the last message came."""
+        self.error: LinkError | None = None
+        self.future: asyncio.Future[None] | None = None
+
+    def came(self, began_ps: int, now_ps: int) -> None:
+        """Messages of an operator that began then are here."""
+        self.began_ps = min(self.began_ps, began_ps)
+        self.ended_ps = now_ps
+
+    def end(self, error: OperationError | None = None) -> None:
+        """Wake who waits, if somebody does."""
+        if self.future is None or self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+class _Expected(_Waiting):
+    """What a node's experts wait for."""
+
+    __slots__ = ("counts", "items", "rows_due", "sources")
+
+    def __init__(self) -> None:
+        super().__init__()
         self.items: dict[tuple[int, int, int], tuple[int, int, bytes]] = {}
         """(source rank, token, k) -> (device, expert, vector)"""
         self.counts: dict[int, int] = {}
         """Source rank -> rows it sent here."""
+        self.rows_due = 0
+        """The sum of those."""
         self.sources: tuple[int, ...] = ()
-        self.future: Any = None
 
-    def complete(self, sources: tuple[int, ...]) -> bool:
-        return all(source in self.counts for source in sources) and (
-            len(self.items) >= sum(self.counts.values())
+    def flag(self, rank: int, count: int) -> None:
+        """A source says how many rows it sent here; again changes nothing."""
+        if rank not in self.counts:
+            self.counts[rank] = count
+            self.rows_due += count
+
+    def complete(self) -> bool:
+        """All flags and rows are here. A flag is written after its rows, but UB may deliver late."""
+        return len(self.items) >= self.rows_due and all(
+            source in self.counts for source in self.sources
         )
 
     def late(self) -> list[int]:
         """Ranks whose flag or rows are not here."""
         come = collections.Counter(rank for rank, _, _ in self.items)
-        return [r for r in self.sources if come[r] < self.counts.get(r, 1 << 30)]
+        return [
+            rank
+            for rank in self.sources
+            if rank not in self.counts or come[rank] < self.counts[rank]
+        ]
 
 
-class _Awaited:
-    """What a source waits for in one layer."""
+class _Awaited(_Waiting):
+    """What a source waits for."""
 
-    __slots__ = ("began_ps", "error", "future", "missing", "results")
+    __slots__ = ("missing", "results")
 
     def __init__(self, results: Array, missing: dict[tuple[int, int, int], int]) -> None:
-        self.began_ps = NEVER_PS
-        self.error: LinkError | None = None
+        super().__init__()
         self.results = results
         self.missing = missing
         """(source device, token, k) -> rank that owes it"""
-        self.future: Any = None
+
+    def late(self) -> list[int]:
+        """Ranks that owe results."""
+        return sorted(set(self.missing.values()))
 
 
 class Rows(msgspec.Struct, frozen=True, eq=False):
@@ -122,15 +166,23 @@ class Exchange:
         """Device of each decode rank."""
         self._timeout_ps = timeout_ps
         self._touch = touch
+        self._ranks_per_node = context.machine.dies_per_node
+        self._step: tuple[int, int] = (0, 0)
+        """(epoch, step): what comes for an earlier one is ignored."""
         self._expected: dict[Key, _Expected] = {}
         self._awaited: dict[Key, _Awaited] = {}
-        self.dispatch_ps: list[int] = []
+        self.dispatch_ps = array("q")
         """From the first source's operator start to the last row or flag here, a sample a layer."""
-        self.combine_ps: list[int] = []
+        self.combine_ps = array("q")
         """From the first expert die's operator start to the last result here, a sample a layer."""
-        self._process_of = [device.process for device in context.machine.devices]
         context.fabric.bind(DISPATCH_KIND, self._dispatched)  # type: ignore[arg-type]
         context.fabric.bind(COMBINE_KIND, self._combined)  # type: ignore[arg-type]
+
+    def begin(self, epoch: int, step: int) -> None:
+        """A step begins here: those before it are over, wherever they were."""
+        self._step = (epoch, step)
+        self._expected = {k: v for k, v in self._expected.items() if k[:2] >= self._step}
+        self._awaited = {k: v for k, v in self._awaited.items() if k[:2] >= self._step}
 
     # --- source side ------------------------------------------------------------------------------
 
@@ -157,23 +209,18 @@ class Exchange:
         data = bytes(tiles.tile(vectors, item_bytes=item_bytes)) if len(vectors) else b""
         model = self._body.settings
         items, counts = [], dict.fromkeys(nodes_first_ranks, 0)
-        ranks_per_node = self._ranks_per_node(nodes_first_ranks)
         shared = placement.shared[rank]
         for token, chosen in enumerate(experts.tolist()):
             vector = data[token * item_bytes : (token + 1) * item_bytes]
             for k, expert in enumerate([*chosen, model.shared_expert]):
                 target = shared if k == model.top_k else placement.ranks[expert]
-                counts[target - target % ranks_per_node] += 1
+                counts[target - target % self._ranks_per_node] += 1
                 head = _TOKEN.pack(expert, first_token + token, k, rank)
                 items.append((self._devices[target], model.dispatch_bytes, head + vector))
         for first_rank, count in counts.items():
             flag = _FLAG.pack(-1, count, 0, rank)
             items.append((self._devices[first_rank], FLAG_BYTES, flag))
         self._burst(key, DISPATCH_KIND, self._devices[rank], items, began_ps)
-
-    def _ranks_per_node(self, firsts: list[int]) -> int:
-        process = self._process_of[self._devices[firsts[0]]]
-        return sum(self._process_of[device] == process for device in self._devices)
 
     def _burst(
         self,
@@ -183,35 +230,42 @@ class Exchange:
         items: list[tuple[int, int, bytes]],
         began_ps: int,
     ) -> None:
-        own: list[tuple[int, Payload, int]] = [
-            (target, data, self._loop.now_ps) for target, _, data in items if target == source
-        ]
-        if own:  # a die's messages to itself pass no link
-            handler = self._dispatched if kind == DISPATCH_KIND else self._combined
-            bundle = Bundle(source, _HEAD.pack(*key, began_ps), own, 0)
-            self._loop.call_soon(handler, bundle)
-            items = [item for item in items if item[0] != source]
-            if not items:
-                return
+        head = _HEAD.pack(*key, began_ps)
+        self._keep_own(kind, source, head, [item for item in items if item[0] == source])
+        items = [item for item in items if item[0] != source]
 
         def lost(indices: list[int]) -> None:
-            awaited = self._awaited.get(key)
-            names = sorted({self._fabric.machine.devices[items[i][0]].name for i in indices})
-            error = LinkError(f"no path to {', '.join(names[:3])}", definite=True)
-            if awaited is not None:
-                awaited.error = error
-                if awaited.future is not None and not awaited.future.done():
-                    awaited.future.set_exception(error)
+            self._lost(key, [items[index][0] for index in indices])
 
         self._fabric.send_burst(
             source=source,
             plane=Plane.UB,
             operation=Operation.WRITE,
             kind=kind,
-            head=_HEAD.pack(*key, began_ps),
+            head=head,
             items=items,
             lost=lost,
         )
+
+    def _keep_own(
+        self, kind: int, source: int, head: bytes, items: list[tuple[int, int, bytes]]
+    ) -> None:
+        """A die's messages to itself pass no link."""
+        if items:
+            now_ps = self._loop.now_ps
+            own: list[tuple[int, Payload, int]] = [(to, data, now_ps) for to, _, data in items]
+            handler = self._dispatched if kind == DISPATCH_KIND else self._combined
+            self._loop.call_soon(handler, Bundle(source, head, own, 0))
+
+    def _lost(self, key: Key, targets: list[int]) -> None:
+        """The link gave up on messages of ours: the layer cannot be completed."""
+        awaited = self._awaited.get(key)
+        if awaited is None:
+            return  # results to another node: it waits for them and gives up
+        devices = self._fabric.machine.devices
+        names = sorted({devices[target].name for target in targets})
+        awaited.error = LinkError(f"no path to {', '.join(names[:3])}", definite=True)
+        awaited.end(awaited.error)
 
     async def results(self, key: Key) -> Array:
         """Results [tokens, top_k + 1, words] of the node's tokens. Raises PeerDeadError, LinkError."""
@@ -220,59 +274,56 @@ class Exchange:
             if awaited.error is not None:
                 raise awaited.error
             if awaited.missing:
-                await self._wait(
-                    awaited, "results of", lambda: sorted(set(awaited.missing.values()))
-                )
-            self.combine_ps.append(self._loop.now_ps - awaited.began_ps)
+                await self._wait(awaited, "results of")
+            self.combine_ps.append(awaited.ended_ps - awaited.began_ps)
             return awaited.results
         finally:
-            del self._awaited[key]
+            self._awaited.pop(key, None)
 
     def _combined(self, bundle: Bundle) -> None:
         *key, began_ps = _HEAD.unpack(bundle.head)
         awaited = self._awaited.get(tuple(key))
         if awaited is None:
             return  # of a step that was given up
-        awaited.began_ps = min(awaited.began_ps, began_ps)
-        words = self._body.result_words
+        awaited.came(began_ps, self._loop.now_ps)
+        words, item_bytes = self._body.result_words, self._scale.result_bytes
         for target, data, _ in bundle.items:
             token, k = _RESULT.unpack_from(data)
-            result = tiles.untile(
-                data[_RESULT.size :], words=words, item_bytes=self._scale.result_bytes
-            )
+            result = tiles.untile(data[_RESULT.size :], words=words, item_bytes=item_bytes)
             awaited.results[token, k] = result[0]
             awaited.missing.pop((target, token, k), None)
-        if not awaited.missing and awaited.future is not None and not awaited.future.done():
-            awaited.future.set_result(None)
+        if not awaited.missing:
+            awaited.end()
 
     # --- expert side ------------------------------------------------------------------------------
 
     async def rows(self, key: Key, sources: tuple[int, ...]) -> Rows:
-        """All rows for this node's experts in this layer. Raises PeerDeadError."""
+        """All rows for this node's experts in this layer. Raises PeerDeadError, CorruptError."""
         expected = self._expected.setdefault(key, _Expected())
+        expected.sources = sources
         try:
-            if not expected.complete(sources):
-                expected.sources = sources
-                await self._wait(expected, "rows or flags of", lambda: expected.late())
-            self.dispatch_ps.append(self._loop.now_ps - expected.began_ps)
+            if not expected.complete():
+                await self._wait(expected, "rows or flags of")
+            self.dispatch_ps.append(expected.ended_ps - expected.began_ps)
             return self._unpack(expected)
         finally:
             self._expected.pop(key, None)
 
     def _dispatched(self, bundle: Bundle) -> None:
-        *key, began_ps = _HEAD.unpack(bundle.head)
-        expected = self._expected.setdefault(tuple(key), _Expected())
-        expected.began_ps = min(expected.began_ps, began_ps)
+        epoch, step, layer, began_ps = _HEAD.unpack(bundle.head)
+        if (epoch, step) < self._step:
+            return  # of a step that was given up
+        expected = self._expected.setdefault((epoch, step, layer), _Expected())
+        expected.came(began_ps, self._loop.now_ps)
         for target, data, _ in bundle.items:
             expert, token, k, rank = _TOKEN.unpack_from(data)
             if expert < 0:
                 _, count, _, rank = _FLAG.unpack(data)
-                expected.counts[rank] = count
+                expected.flag(rank, count)
             else:
                 expected.items[rank, token, k] = (target, expert, bytes(data)[_TOKEN.size :])
-        future = expected.future
-        if future is not None and not future.done() and expected.complete(expected.sources):
-            future.set_result(None)
+        if expected.future is not None and expected.complete():
+            expected.end()
 
     def _unpack(self, expected: _Expected) -> Rows:
         order = sorted(expected.items)
@@ -317,23 +368,23 @@ class Exchange:
             items.append((self._devices[rows.sources[index]], charged_bytes, head + result))
         self._burst(key, COMBINE_KIND, device, items, began_ps)
 
-    def forget(self, epoch: int) -> None:
-        """Messages of earlier epochs are of no more use."""
-        for key in [key for key in self._expected if key[0] < epoch]:
-            del self._expected[key]
-
-    async def _wait(self, waiting: Any, what: str, missing: Callable[[], list[int]]) -> None:
-        future = waiting.future = self._loop.create_future()
+    async def _wait(self, waiting: _Expected | _Awaited, what: str) -> None:
+        waiting.future = self._loop.create_future()
 
         def give_up() -> None:
-            if not future.done():
-                ranks = ", ".join(map(str, missing()[:8]))
-                error = PeerDeadError(f"no {what} ranks {ranks}", definite=False)
-                future.set_exception(error)
+            ranks = ", ".join(map(str, waiting.late()[:8]))
+            waiting.end(PeerDeadError(f"no {what} ranks {ranks}", definite=False))
 
         timer = self._loop.call_at_ps(self._loop.now_ps + self._timeout_ps, give_up)
         try:
-            await future
+            await waiting.future
         finally:
             timer.cancel()
             waiting.future = None
+
+    def statistics(self) -> dict[str, Any]:
+        """Samples for the report."""
+        return {
+            "dispatch_ps": self.dispatch_ps.tolist(),
+            "combine_ps": self.combine_ps.tolist(),
+        }

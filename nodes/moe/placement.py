@@ -2,11 +2,15 @@
 
 The deployment of 320 dies (arXiv 2506.12708, section 3.1 of the public readings): one expert a die,
 ranks 0-255 the routed ones, 256-287 replicas of the shared expert, 288-319 redundant. Smaller groups:
-routed experts contiguous, and every rank computes the shared expert of its own tokens. Ranks of nodes
-that are gone are replaced: their experts go to ranks that live, in turn.
+routed experts contiguous, and every rank computes the shared expert of its own tokens. What lay on
+ranks of nodes that are gone goes, piece by piece, to the living rank that has least: redundant ranks
+first. Nothing else moves.
 """
 
 from __future__ import annotations
+
+import collections
+import heapq
 
 import msgspec
 
@@ -28,16 +32,25 @@ def place(*, experts: int, ep_size: int, alive: frozenset[int]) -> ExpertPlaceme
     else:
         home = [expert * ep_size // experts for expert in range(experts)]
         shared = list(range(ep_size))
-    return ExpertPlacement(_only(home, alive), _only(shared, alive))
+    held = collections.Counter(rank for rank in home + shared if rank in alive)
+    least = [(held[rank], rank) for rank in sorted(alive)]
+    return ExpertPlacement(
+        ranks=_on_living(home, alive, least), shared=_on_living(shared, alive, least)
+    )
 
 
-def _only(ranks: list[int], alive: frozenset[int]) -> tuple[int, ...]:
-    left = sorted(alive)
-    moved = 0
-    result = []
-    for rank in ranks:
+def _on_living(
+    homes: list[int], alive: frozenset[int], least: list[tuple[int, int]]
+) -> tuple[int, ...]:
+    """The homes, those that are gone replaced by the living rank with least; ties: the lower rank.
+
+    ``least`` is (pieces held, rank) of those that live, and is kept up to date.
+    """
+    heapq.heapify(least)
+    living = []
+    for rank in homes:
         if rank not in alive:
-            rank = left[moved % len(left)]
-            moved += 1
-        result.append(rank)
-    return tuple(result)
+            count, rank = least[0]
+            heapq.heapreplace(least, (count + 1, rank))
+        living.append(rank)
+    return tuple(living)

@@ -29,6 +29,7 @@ from cmnet.topology import load
 from cmnet.topology.machine import Machine
 from cmnet.units import format_ps
 from nodes import node
+from nodes.kv.groups import Groups
 from nodes.model.seal import SealBody
 from nodes.serving import options as serve_options
 from nodes.serving import report as reports
@@ -135,6 +136,25 @@ def _check_roles(machine: Machine) -> None:
     if roles.gateway is None:
         key, expected = "roles.gateway", "true, to serve"
         raise InputError(file=machine.file, key=key, value=False, expected=expected)
+    _check_groups(machine)
+
+
+def _check_groups(machine: Machine) -> None:
+    """Every instance can be joined to the decode group."""
+    dies = machine.dies_per_node
+    for index, instance in enumerate(machine.roles.prefill):
+        try:
+            Groups(
+                prefill_tp_size=len(instance) * dies,
+                decode_dp_size=len(machine.roles.decode) * dies,
+            )
+        except ValueError:
+            raise InputError(
+                file=machine.file,
+                key=f"roles.prefill[{index}]",
+                value=f"{len(instance)} nodes",
+                expected=f"a divisor of the {len(machine.roles.decode)} decode nodes",
+            ) from None
 
 
 def _workload(options: Options, model: ModelSettings) -> Workload:

@@ -2,12 +2,14 @@
 
 Owns the sequences (KV rows, last token) of this node's ranks, and both sides of the exchange. Does not
 own when a step is done (``leader``) nor who lives (the gateway's epochs). A step changes a sequence
-only at its end, so a step that is given up is simply done again.
+only at its end, so a step that is given up is simply done again; the beginning of the next one gives
+up the one in progress, so no sequence is ever in two.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -80,6 +82,7 @@ class DecodeNode:
         self._vpc = machine.vpc_port(context.process)
         self._cost = DecodeCost(dies=len(self._devices), model=job.model)
         self._settings = job.model
+        self._pause_ps = job.serving.step_pause.amount
         self._exchange = Exchange(
             context,
             body,
@@ -94,9 +97,13 @@ class DecodeNode:
         self._attempts: dict[int, int] = {}
         """Rows of earlier attempts than this are not taken: given up, or here already."""
         self._epoch = messages.Epoch(0, ())
-        self._placement: ExpertPlacement | None = None
+        self._number = 0
+        """Of the last step begun in this epoch."""
+        self._placement = ExpertPlacement((), ())
+        """Until the first epoch."""
         self._node_firsts: list[int] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        """The step in progress."""
         self.steps = 0
         self.tokens = 0
         post.on(messages.Step, self._begin_step)
@@ -117,16 +124,18 @@ class DecodeNode:
         self._announce(sequence)
 
     def _announce(self, sequence: Sequence) -> None:
-        if not self._epoch.nodes:
+        """Tell the leader of a sequence that waits; without an epoch, the Hello will."""
+        epoch = self._epoch
+        if not epoch.nodes:
             return
+
+        def waits() -> bool:
+            return self._epoch is epoch and self._waiting.get(sequence.key) is sequence
+
         joined = messages.Joined(
-            self._epoch.number,
-            sequence.request,
-            sequence.attempt,
-            sequence.rank,
-            sequence.kv_tokens,
+            epoch.number, sequence.request, sequence.attempt, sequence.rank, sequence.kv_tokens
         )
-        self._to_leader(joined)
+        self.assure(epoch.nodes[0], joined, waits)
 
     def _cancel(self, message: messages.Cancel, _: bytes, __: int) -> None:
         least = self._attempts.get(message.request, 0)
@@ -135,29 +144,46 @@ class DecodeNode:
             held.pop((message.request, message.attempt), None)
 
     def _give_up(self, message: messages.GiveUp, _: bytes, __: int) -> None:
-        if message.epoch != self._epoch.number:
-            return
+        if message.epoch != self._epoch.number or message.number < self._number:
+            return  # sequences of a later step have another chance
         for sequence in self._active.values():
             failed = messages.Failed(sequence.request, sequence.attempt, message.error)
             self._post.send(Plane.VPC, self._vpc, self._gateway, failed)
         self._active = {}
 
-    def _to_leader(self, message: msgspec.Struct) -> None:
-        leader = self._context.machine.dies(self._epoch.nodes[0])[0]
-        self.to_peer(leader, message)
+    # --- between decode nodes ---------------------------------------------------------------------
 
-    def to_peer(self, device: int, message: msgspec.Struct) -> None:
-        """A message between decode nodes, over UB; to itself at once."""
+    def send(self, node: int, message: msgspec.Struct) -> None:
+        """A message to a decode node, over UB, which may lose it; to itself at once."""
+        device = self._context.machine.dies(node)[0]
         if device == self._control:
             self._loop.call_soon(self._post.deliver, message)
         else:
             self._post.send(Plane.UB, self._control, device, message)
 
+    def assure(
+        self, node: int, message: msgspec.Struct, holds: Callable[[], bool] | None = None
+    ) -> None:
+        """A message to a decode node, again until it is there, while it holds and in this epoch."""
+        if node == self._context.process:
+            self._loop.call_soon(self._post.deliver, message)
+            return
+        epoch = self._epoch
+        again = self._assure(node, message, holds or (lambda: self._epoch is epoch))
+        self._context.spawn(again, f"{type(message).__name__} to node {node}")
+
+    async def _assure(self, node: int, message: msgspec.Struct, holds: Callable[[], bool]) -> None:
+        device = self._context.machine.dies(node)[0]
+        while holds():
+            try:
+                await self._post.complete(Plane.UB, self._control, device, message)
+                return
+            except OperationError:
+                await self._loop.sleep_ps(self._pause_ps)
+
     def enter(self, epoch: messages.Epoch) -> None:
         """A new epoch: give up the step in progress, place experts anew, say who is here."""
-        for task in sorted(self._tasks, key=hash):
-            task.cancel()
-        self._epoch = epoch
+        self._begin(epoch, 0)
         machine = self._context.machine
         alive = [
             r for r, d in enumerate(self._devices) if machine.devices[d].process in epoch.nodes
@@ -168,25 +194,40 @@ class DecodeNode:
             ep_size=len(self._devices),
             alive=frozenset(alive),
         )
-        self._exchange.forget(epoch.number)
         self._waiting = self._active | self._waiting
         self._active = {}
         held = tuple((*s.key, s.rank, s.kv_tokens) for s in self._waiting.values())
-        self._to_leader(messages.Hello(epoch.number, self._context.process, held))
+        hello = messages.Hello(epoch.number, self._context.process, held)
+        self.assure(epoch.nodes[0], hello)
+
+    def _begin(self, epoch: messages.Epoch, number: int) -> None:
+        """Whatever step was in progress is given up."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._epoch, self._number = epoch, number
+        self._exchange.begin(epoch.number, number)
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _begin_step(self, step: messages.Step, _: bytes, __: int) -> None:
-        if step.epoch != self._epoch.number:
+        if step.epoch != self._epoch.number or step.number <= self._number:
             return
-        task = self._context.spawn(self._step(step), f"step {step.epoch}.{step.number}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _step(self, step: messages.Step) -> None:
+        self._begin(self._epoch, step.number)
         for key in step.admitted:
             if key in self._waiting:
                 self._active[key] = self._waiting.pop(key)
+        self._set_aside(self._ranks_in(step))
+        name = f"step {step.epoch}.{step.number}"
+        self._task = self._context.spawn(self._step(step), name)
+
+    def _set_aside(self, counted: list[int]) -> None:
+        """Sequences on ranks that the leader does not count on, it does not know: they wait again."""
+        for sequence in [s for s in self._active.values() if s.rank not in counted]:
+            self._waiting[sequence.key] = self._active.pop(sequence.key)
+            self._announce(sequence)
+
+    async def _step(self, step: messages.Step) -> None:
         error = ""
         mine = list(self._active.values())
         try:
@@ -198,9 +239,9 @@ class DecodeNode:
         except* OperationError as errors:
             error = "; ".join(str(one) for one in errors.exceptions)
         if error or self._ranks_in(step):
-            active = tuple(self._active)
-            node = self._context.process
-            self._to_leader(messages.StepDone(step.epoch, step.number, node, active, error))
+            node, active = self._context.process, tuple(self._active)
+            done = messages.StepDone(step.epoch, step.number, node, active, error)
+            self.send(self._epoch.nodes[0], done)
 
     def _ranks_in(self, step: messages.Step) -> list[int]:
         """Ranks of this node that the leader counts on in this step."""
@@ -242,49 +283,60 @@ class DecodeNode:
     async def _moe(
         self, step: messages.Step, mine: list[Sequence], states: Array, layer: int, load: Load
     ) -> Array:
-        body, loop, top_k = self._body, self._loop, self._settings.top_k
-        placement = self._placement
-        assert placement is not None
-        gate = body.gate(states, layer=layer)
-        vectors = body.dispatch(states)
+        """The tokens' visit to their experts; results come in the order of ranks."""
+        loop, key = self._loop, (step.epoch, step.number, layer)
         by_rank: dict[int, list[int]] = {rank: [] for rank in self._ranks_in(step)}
         for index, sequence in enumerate(mine):
             by_rank[sequence.rank].append(index)
-        order = [index for rank in by_rank for index in by_rank[rank]]
-        key = (step.epoch, step.number, layer)
-        self._exchange.expect_results(key, len(mine), self._owed(by_rank, gate.experts, placement))
+        gate = self._body.gate(states, layer=layer)
+        self._exchange.expect_results(key, len(mine), self._owed(by_rank, gate.experts))
         await loop.sleep_ps(self._cost.attention_ps(load))
         began_ps = loop.now_ps
         await loop.sleep_ps(self._cost.dispatch_start_ps(load.tokens))
-        first = 0
-        for rank in by_rank:
-            chosen = by_rank[rank]
+        self._dispatch(key, by_rank, self._body.dispatch(states), gate.experts, began_ps=began_ps)
+        results = await self._exchange.results(key)
+        if not mine:
+            return states
+        order = [index for rank in by_rank for index in by_rank[rank]]
+        return self._combine(states, gate.weights, results[np.argsort(order)], layer)
+
+    def _dispatch(
+        self,
+        key: Key,
+        by_rank: dict[int, list[int]],
+        vectors: Array,
+        experts: Array,
+        *,
+        began_ps: int,
+    ) -> None:
+        first_token = 0
+        for rank, chosen in by_rank.items():
             self._exchange.dispatch(
                 key,
                 rank,
-                first_token=first,
+                first_token=first_token,
                 vectors=vectors[chosen],
-                experts=gate.experts[chosen],
-                placement=placement,
+                experts=experts[chosen],
+                placement=self._placement,
                 nodes_first_ranks=self._node_firsts,
                 began_ps=began_ps,
             )
-            first += len(chosen)
-        results = await self._exchange.results(key)
-        inverse = np.argsort(np.array(order))
-        results = results[inverse]
-        if not mine:
-            return states
-        routed = self._touch("results", results[:, :top_k].reshape(-1, results.shape[2]))
-        routed = routed.reshape(len(mine), top_k, -1)
+            first_token += len(chosen)
+
+    def _combine(self, states: Array, weights: Array, results: Array, layer: int) -> Array:
+        tokens, top_k = len(states), self._settings.top_k
+        routed = self._touch("results", results[:, :top_k].reshape(tokens * top_k, -1))
+        routed = routed.reshape(tokens, top_k, -1)
         slots = self._touch("slots", np.arange(top_k))
         shared = self._touch("shared", results[:, top_k])
-        weights = self._touch("weights", gate.weights)
-        return body.combine(states, weights[:, slots], routed[:, slots], shared, layer=layer)
+        weights = self._touch("weights", weights)
+        return self._body.combine(states, weights[:, slots], routed[:, slots], shared, layer=layer)
 
     def _owed(
-        self, by_rank: dict[int, list[int]], experts: Array, placement: ExpertPlacement
+        self, by_rank: dict[int, list[int]], experts: Array
     ) -> dict[tuple[int, int, int], int]:
+        """(source device, token, k) -> the rank that owes the result."""
+        placement = self._placement
         owed = {}
         token = 0
         for rank in by_rank:
@@ -354,12 +406,7 @@ class DecodeNode:
 
     def statistics(self) -> dict[str, Any]:
         """Counters and samples for the report."""
-        return {
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "dispatch_ps": self._exchange.dispatch_ps,
-            "combine_ps": self._exchange.combine_ps,
-        }
+        return {"steps": self.steps, "tokens": self.tokens} | self._exchange.statistics()
 
 
 def _vpc_port_of_gateway(context: Context) -> int:

@@ -9,6 +9,7 @@ names the reason; it is never lost.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
@@ -21,6 +22,12 @@ from nodes.serving import messages
 from nodes.serving.job import Job
 from nodes.serving.workload import Request
 
+MARK_TOKENS = 256
+"""A request marks its first token and every so manieth: the stall watchdog sees that it moves."""
+
+Token = tuple[int, int, int, int | None]
+"""(index, token, seal, receipt with the last)"""
+
 
 class Attempt(Exception):
     """This attempt cannot go on; says why."""
@@ -29,8 +36,8 @@ class Attempt(Exception):
 class Progress:
     """What is known of one request."""
 
-    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "first_ps", "instance", "kept", "moved_ps", "rank",
-                 "receipt", "request", "seals", "token_ps", "tokens")  # fmt: skip
+    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "early", "first_ps", "instance", "kept",
+                 "moved_ps", "rank", "receipt", "request", "seals", "token_ps", "tokens")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -47,17 +54,34 @@ class Progress:
         self.moved_ps = 0
         self.kept = 0
         """Tokens of this attempt, from its first."""
+        self.early: list[Token] = []
+        """Of decode, while the first token is on its way from prefill: two streams, no order."""
+
+    def begin(self, *, instance: int, rank: int, now_ps: int, done: asyncio.Future[None]) -> None:
+        """A new attempt, from the prompt."""
+        self.instance, self.rank, self.moved_ps, self.done = instance, rank, now_ps, done
+        self.kept = 0
+        self.early = []
+
+    @property
+    def open(self) -> bool:
+        """An attempt is on its way."""
+        return self.done is not None and not self.done.done()
 
 
 class Gateway:
     """The one process that clients would talk to."""
 
-    def __init__(self, context: Context, post: Post, job: Job) -> None:
+    def __init__(
+        self, context: Context, post: Post, job: Job, *, forget: Callable[[int], None]
+    ) -> None:
         machine = context.machine
         self._context = context
         self._loop = context.loop
         self._machine = machine
         self._post = post
+        self._forget = forget
+        """Drops the stream to a process that was restarted."""
         self._job = job
         self._port = machine.vpc_port(context.process)
         self._instances = machine.roles.prefill
@@ -66,14 +90,20 @@ class Gateway:
         self._alive = set(range(machine.nodes_count))
         self._incarnations = [0] * machine.nodes_count
         self._heard_ps = [0] * machine.nodes_count
+        """When a ping was sent that the node has answered."""
+        self._died_ps = [0] * machine.nodes_count
         self._epoch = 0
         self._open: dict[int, Progress] = {}
         self._prompt_tokens = [0] * len(self._instances)
         self._rank_sequences = [0] * (len(self._decode) * self._dies)
+        self._instance_moved_ps = [0] * len(self._instances)
+        self._rank_moved_ps = [0] * len(self._rank_sequences)
         self._file: BinaryIO = (context.run_folder / "requests.jsonl").open("wb", buffering=0)
         self._left = len(job.workload.requests)
         self.counts = {"ok": 0, "error": 0, "retried": 0}
         self._wake = asyncio.Event()
+        self._returned = asyncio.Event()
+        """Set when a node comes back."""
         post.on(messages.First, self._first)
         post.on(messages.Tokens, self._tokens)
         post.on(messages.Failed, self._failed)
@@ -125,11 +155,10 @@ class Gateway:
 
     async def _try(self, progress: Progress) -> None:
         request = progress.request
-        progress.instance = instance = self._least_loaded_instance()
-        progress.rank = rank = self._least_loaded_rank()
-        progress.done = self._loop.create_future()
-        progress.kept = 0
-        progress.moved_ps = self._loop.now_ps
+        await self._somebody_lives()
+        instance, rank = self._least_loaded_instance(), self._least_loaded_rank()
+        done = self._loop.create_future()
+        progress.begin(instance=instance, rank=rank, now_ps=self._loop.now_ps, done=done)
         self._prompt_tokens[instance] += request.input_tokens
         self._rank_sequences[rank] += 1
         try:
@@ -142,20 +171,38 @@ class Gateway:
                 rank=rank,
             )
             self._send(self._instances[instance][0], message)
-            await progress.done
+            await done
         finally:
-            if progress.kept == 0:
+            if not progress.kept:
                 self._prompt_tokens[instance] -= request.input_tokens
             self._rank_sequences[rank] -= 1
             progress.done = None
 
-    def _least_loaded_instance(self) -> int:
-        alive = [
+    async def _somebody_lives(self) -> None:
+        """Wait, for a while, for nodes that could serve. Raises Attempt."""
+        timeout_ps = self._job.serving.return_timeout.amount
+        deadline_ps = self._loop.now_ps + timeout_ps
+        while missing := self._missing_role():
+            if self._loop.now_ps >= deadline_ps:
+                raise Attempt(f"no {missing} lived for {format_ps(timeout_ps)}")
+            self._returned.clear()
+            timer = self._loop.call_at_ps(deadline_ps, self._returned.set)
+            await self._returned.wait()
+            timer.cancel()
+
+    def _missing_role(self) -> str:
+        if not self._living_instances():
+            return "prefill instance"
+        return "" if self._alive.intersection(self._decode) else "decode node"
+
+    def _living_instances(self) -> list[int]:
+        """Instances of which all nodes live."""
+        return [
             index for index, nodes in enumerate(self._instances) if self._alive.issuperset(nodes)
         ]
-        if not alive:
-            raise Attempt("no prefill instance lives")
-        return min(alive, key=lambda index: (self._prompt_tokens[index], index))
+
+    def _least_loaded_instance(self) -> int:
+        return min(self._living_instances(), key=lambda index: (self._prompt_tokens[index], index))
 
     def _least_loaded_rank(self) -> int:
         alive = [
@@ -163,8 +210,6 @@ class Gateway:
             for rank in range(len(self._rank_sequences))
             if self._decode[rank // self._dies] in self._alive
         ]
-        if not alive:
-            raise Attempt("no decode node lives")
         return min(alive, key=lambda rank: (self._rank_sequences[rank], rank))
 
     def _write(self, progress: Progress, error: str) -> None:
@@ -196,49 +241,64 @@ class Gateway:
 
     def _current(self, request: int, attempt: int) -> Progress | None:
         progress = self._open.get(request)
-        if progress is None or progress.attempt != attempt or progress.done is None:
+        if progress is None or progress.attempt != attempt or not progress.open:
             return None
-        return None if progress.done.done() else progress
+        return progress
 
     def _first(self, message: messages.First, _: bytes, __: int) -> None:
         progress = self._current(message.request, message.attempt)
         if progress is None:
             return
         self._prompt_tokens[progress.instance] -= progress.request.input_tokens
+        self._instance_moved_ps[progress.instance] = self._loop.now_ps
         if progress.first_ps < 0:
             progress.first_ps = self._loop.now_ps
             progress.blocks, progress.blocks_hit = message.blocks, message.blocks_hit
-        self._take(progress, 0, message.token, message.seal, message.receipt)
+        early, progress.early = progress.early, []
+        for each in [(0, message.token, message.seal, message.receipt), *early]:
+            self._take(progress, each)
 
     def _tokens(self, message: messages.Tokens, _: bytes, source: int) -> None:
         for request, attempt, index, token, seal, receipt in message.tokens:
             progress = self._current(request, attempt)
-            if progress is not None:
-                self._take(progress, index, token, seal, receipt)
-            else:  # of an attempt whose node was dead when it was given up
+            came = (index, token, seal, receipt)
+            if progress is None:  # of an attempt whose node was dead when it was given up
                 node = self._machine.devices[source].process
                 self._send(node, messages.Cancel(request, attempt))
+                continue
+            self._rank_moved_ps[progress.rank] = self._loop.now_ps
+            if progress.kept:
+                self._take(progress, came)
+            else:
+                progress.early.append(came)
 
-    def _take(
-        self, progress: Progress, index: int, token: int, seal: int, receipt: int | None
-    ) -> None:
-        assert progress.done is not None
+    def _take(self, progress: Progress, came: Token) -> None:
+        """The next token of the current attempt."""
+        index, token, seal, receipt = came
+        if not progress.open:
+            return
         if index != progress.kept:
             self._give_up(progress, f"token {index} came, {progress.kept} was due")
             return
         progress.kept += 1
         progress.moved_ps = self._loop.now_ps
-        if index < len(progress.tokens):
-            if (progress.tokens[index], progress.seals[index]) != (token, seal):
-                self._give_up(progress, f"token {index} differs from an earlier try's")
-                return
-        else:
-            progress.tokens.append(token)
-            progress.seals.append(seal)
-            progress.token_ps.append(self._loop.now_ps)
-        if progress.kept == progress.request.output_tokens:
+        if not self._agrees(progress, index, token, seal):
+            self._give_up(progress, f"token {index} differs from an earlier try's")
+        elif progress.kept == progress.request.output_tokens:
             progress.receipt = receipt
+            assert progress.done is not None
             progress.done.set_result(None)
+
+    def _agrees(self, progress: Progress, index: int, token: int, seal: int) -> bool:
+        """Keep a new token, or compare one that an earlier try gave already."""
+        if index < len(progress.tokens):
+            return (progress.tokens[index], progress.seals[index]) == (token, seal)
+        progress.tokens.append(token)
+        progress.seals.append(seal)
+        progress.token_ps.append(self._loop.now_ps)
+        if index % MARK_TOKENS == 0:
+            self._context.mark(f"request {progress.request.index} token {index}")
+        return True
 
     def _failed(self, message: messages.Failed, _: bytes, __: int) -> None:
         progress = self._current(message.request, message.attempt)
@@ -246,14 +306,16 @@ class Gateway:
             self._give_up(progress, message.error)
 
     def _give_up(self, progress: Progress, reason: str) -> None:
-        """End the current attempt; its sequence, wherever it is, is cancelled."""
-        assert progress.done is not None
+        """End the current attempt; its prompt or sequence, wherever it is, is cancelled."""
         cancel = messages.Cancel(progress.request.index, progress.attempt)
-        node = self._decode[progress.rank // self._dies]
-        if node in self._alive:
-            self._send(node, cancel)
-        if not progress.done.done():
-            progress.done.set_exception(Attempt(reason))
+        holders = [self._decode[progress.rank // self._dies]]
+        if not progress.kept:
+            holders.append(self._instances[progress.instance][0])
+        for node in holders:
+            if node in self._alive:
+                self._send(node, cancel)
+        assert progress.done is not None
+        progress.done.set_exception(Attempt(reason))
 
     # --- who lives --------------------------------------------------------------------------------
 
@@ -274,64 +336,76 @@ class Gateway:
                 nodes.update(self._instances[progress.instance])
         return nodes & self._alive
 
+    def _missed(self) -> set[int]:
+        """Nodes that were taken as dead and whose return requests would profit from."""
+        return set(self._decode).union(*self._instances) - self._alive
+
     async def _watch(self) -> None:
-        """Ping whom open requests need; a node that is silent too long is taken as dead."""
+        """Ping whom open requests need; a node that is silent too long is taken as dead, and asked
+        on: what was silent may have been the way."""
         interval_ps = self._job.serving.ping_interval.amount
         timeout_ps = self._job.serving.ping_timeout.amount
         asked: dict[int, int] = {}
         while True:
             await self._loop.sleep_ps(interval_ps)
             now_ps = self._loop.now_ps
-            involved = sorted(self._involved())
-            for node in involved:
-                first_ask = asked.setdefault(node, now_ps)
-                if now_ps - max(first_ask, self._heard_ps[node]) >= timeout_ps:
+            involved = self._involved()
+            asked = {node: asked.get(node, now_ps) for node in sorted(involved)}
+            for node, first_ps in asked.items():
+                if now_ps - max(first_ps, self._heard_ps[node]) >= timeout_ps:
                     self._is_dead(node)
-                    asked.pop(node)
-                else:
-                    self._send(node, messages.Ping())
-            for node in sorted(set(asked) - set(involved)):
-                del asked[node]
+            for node in sorted(involved | self._missed()):
+                self._send(node, messages.Ping(now_ps))
             self._end_stuck()
 
     def _end_stuck(self) -> None:
-        """Whatever went wrong unseen: a request without progress for long ends its try."""
+        """Whatever went wrong unseen: a try ends when nothing moves for long, neither it nor what it
+        may be queueing for."""
         timeout_ps = self._job.serving.progress_timeout.amount
         for progress in list(self._open.values()):
-            done = progress.done
-            if done is not None and not done.done():
-                if self._loop.now_ps - progress.moved_ps >= timeout_ps:
-                    self._give_up(progress, f"no progress for {format_ps(timeout_ps)}")
+            if not progress.open:
+                continue
+            queue_ps = self._rank_moved_ps[progress.rank]
+            if not progress.kept:
+                queue_ps = max(queue_ps, self._instance_moved_ps[progress.instance])
+            if self._loop.now_ps - max(progress.moved_ps, queue_ps) >= timeout_ps:
+                self._give_up(progress, f"no progress for {format_ps(timeout_ps)}")
 
     def _pong(self, message: messages.Pong, _: bytes, source: int) -> None:
         node = self._machine.devices[source].process
-        self._heard_ps[node] = self._loop.now_ps
-        if message.incarnation > self._incarnations[node]:
+        if message.incarnation < self._incarnations[node]:
+            return
+        self._heard_ps[node] = max(self._heard_ps[node], message.asked_ps)
+        answers = node not in self._alive and message.asked_ps >= self._died_ps[node]
+        if answers or message.incarnation > self._incarnations[node]:
             self._is_back(node, message.incarnation)
 
     def _up(self, message: messages.Up, _: bytes, __: int) -> None:
-        self._heard_ps[message.node] = self._loop.now_ps
         if message.incarnation > self._incarnations[message.node]:
             self._is_back(message.node, message.incarnation)
 
     def _is_back(self, node: int, incarnation: int) -> None:
-        """A new incarnation: what the old one had is gone, even if nobody missed it yet."""
+        """It lives (again). What an older incarnation had is gone, even if nobody missed it yet."""
         if node in self._alive:
             self._is_dead(node)
-        self._post.forget(node)
+        if incarnation > self._incarnations[node]:
+            self._forget(node)
         self._incarnations[node] = incarnation
+        self._heard_ps[node] = self._loop.now_ps
         self._alive.add(node)
         self._context.mark(f"node {node} is back")
+        self._returned.set()
         if node in self._decode:
             self._new_epoch()
 
     def _is_dead(self, node: int) -> None:
         self._alive.discard(node)
+        self._died_ps[node] = self._loop.now_ps
         name = self._machine.processes[node].name
         self._context.mark(f"node {node} is dead")
         reason = f"{name} died before {format_ps(self._loop.now_ps)}"
         for progress in list(self._open.values()):
-            if progress.done is None or progress.done.done():
+            if not progress.open:
                 continue
             in_decode = self._decode[progress.rank // self._dies] == node
             # the first token may be here while the KV rows are still on their way

@@ -87,7 +87,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     number: int
     admitted: tuple[tuple[int, int], ...]
-    """(request, attempt) of those that join in this step."""
+    """(request, attempt) of those that join, until their node has answered a step that named them."""
     sources: tuple[tuple[int, int], ...]
     """(rank, tokens) of every rank that has tokens."""
     kv_tokens: int
@@ -106,9 +106,10 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """Leader to decode nodes: steps keep failing; end all sequences with this error."""
+    """Leader to decode nodes: steps keep failing; end the sequences of this last one."""
 
     epoch: int
+    number: int
     error: str
 
 
@@ -120,7 +121,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Gateway to decode nodes: these attempts of a request are given up."""
+    """Gateway to prefill and decode: this attempt of a request, and those before it, are given up."""
 
     request: int
     attempt: int
@@ -129,10 +130,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Gateway to a node: do you live?"""
 
+    asked_ps: int
+
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The answer."""
+    """The answer, with the instant of the question."""
 
+    asked_ps: int
     incarnation: int
 
 

@@ -40,6 +40,12 @@ class _Work:
         self.cached_tokens = 0
         self.cached: list[bytes] = []
 
+    @property
+    def prompt(self) -> Prompt:
+        """For the cost model."""
+        new_tokens = self.message.input_tokens - self.cached_tokens
+        return Prompt(new_tokens=new_tokens, cached_tokens=self.cached_tokens)
+
 
 class PrefillInstance:
     """The first node of an instance."""
@@ -69,7 +75,6 @@ class PrefillInstance:
         self._groups = Groups(
             prefill_tp_size=len(self._dies), decode_tp_size=1, decode_dp_size=decode_dies
         )
-        self._decode_dies = [die for node in machine.roles.decode for die in machine.dies(node)]
         self._cost = PrefillCost(dies=len(self._dies), model=job.model)
         self._batch_tokens_max = job.serving.prefill_tokens_max.amount * len(self._dies)
         self._gateway = machine.vpc_port(machine.roles.gateway or 0)
@@ -81,15 +86,21 @@ class PrefillInstance:
         self.tokens = 0
         self.tokens_cached = 0
         post.on(messages.Prefill, self._enqueue)
+        post.on(messages.Cancel, self._cancel)
 
     def _enqueue(self, message: messages.Prefill, _: bytes, __: int) -> None:
         self._queue.append(message)
         self._queued.set()
 
+    def _cancel(self, message: messages.Cancel, _: bytes, __: int) -> None:
+        """Given up while it waited; what is in a batch already is computed to its end."""
+        given_up = (message.request, message.attempt)
+        self._queue = [each for each in self._queue if (each.request, each.attempt) != given_up]
+
     async def run(self) -> None:
         """Batches for ever."""
         while True:
-            if not self._queue:
+            while not self._queue:
                 self._queued.clear()
                 await self._queued.wait()
             await self._batch(self._take())
@@ -103,33 +114,23 @@ class PrefillInstance:
         return batch
 
     async def _batch(self, batch: list[messages.Prefill]) -> None:
-        works = [
-            _Work(
-                message,
-                identity.prompt_rows(
-                    message.hash_ids, input_tokens=message.input_tokens, settings=self._model
-                ),
-            )
-            for message in batch
-        ]
+        works = [_Work(message, self._rows_of(message)) for message in batch]
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(self._load_prefix(work), name=f"prefix {work.message.request}")
-        prompts = [
-            Prompt(
-                new_tokens=work.message.input_tokens - work.cached_tokens,
-                cached_tokens=work.cached_tokens,
-            )
-            for work in works
-        ]
-        await self._loop.sleep_ps(self._cost.prefill_ps(prompts))
+        await self._loop.sleep_ps(self._cost.prefill_ps([work.prompt for work in works]))
         self.batches += 1
         for work in works:
             self._finish(work)
 
+    def _rows_of(self, message: messages.Prefill) -> identity.PromptRows:
+        return identity.prompt_rows(
+            message.hash_ids, input_tokens=message.input_tokens, settings=self._model
+        )
+
     async def _load_prefix(self, work: _Work) -> None:
         """Leading blocks from the store; at least the last row is always computed."""
-        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
+        rows_per_block = self._model.rows_per_block
         rows = len(work.rows.seeds)
         usable = min(work.rows.full_blocks, (rows - 1) // rows_per_block)
         work.cached = await self._store.load_prefix(work.rows.block_keys[:usable])
@@ -137,23 +138,36 @@ class PrefillInstance:
         work.cached_tokens = work.hit_blocks * self._model.block_tokens
 
     def _finish(self, work: _Work) -> None:
+        """Compute; first token and rows out, new blocks to the store."""
         message, body, layers = work.message, self._body, self._model.carried_layers
-        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
-        cached = self._touch("blocks", np.array([_words(block) for block in work.cached]))
-        cached = cached.reshape(work.hit_blocks, layers + 1, rows_per_block).astype(np.uint64)
-        cached = np.moveaxis(cached, 0, 1).reshape(layers + 1, -1)
-        first = cached.shape[1]
-        seeds = self._touch("seeds", work.rows.seeds[first:])
+        cached = self._cached(work)
+        seeds = self._touch("seeds", work.rows.seeds[cached.shape[1] :])
         prefilled = body.prefill(seeds, cached_rows=cached[:layers])
         rows = np.concatenate([cached[:layers], prefilled.rows], axis=1)
         states = np.concatenate([cached[layers], prefilled.states])
         share = body.fold_prompt(states, first_place=0)
-        token = int(body.sample(states[-1:])[0])
-        seal = int(body.seals(states[-1:])[0])
         self.tokens += message.input_tokens
         self.tokens_cached += work.cached_tokens
+        token = self._answer(work, states[-1:], share)
+        if message.output_tokens > 1:
+            self._send_rows(message, rows, token, share)
+        self._store_blocks(work, rows, states)
+
+    def _cached(self, work: _Work) -> Array:
+        """The rows of each carried layer, then the final states, of the blocks that were loaded."""
+        layers = self._model.carried_layers
+        rows_per_block = self._model.rows_per_block
+        blocks = self._touch("blocks", np.array([_words(block) for block in work.cached]))
+        blocks = blocks.reshape(work.hit_blocks, layers + 1, rows_per_block).astype(np.uint64)
+        cached: Array = np.moveaxis(blocks, 0, 1).reshape(layers + 1, -1)
+        return cached
+
+    def _answer(self, work: _Work, state: Array, share: int) -> int:
+        """The first token, to the gateway; with the receipt where it is the only one."""
+        message, body = work.message, self._body
+        token, seal = int(body.sample(state)[0]), int(body.seals(state)[0])
         last = message.output_tokens == 1
-        answer = messages.First(
+        first = messages.First(
             request=message.request,
             attempt=message.attempt,
             token=token,
@@ -162,10 +176,8 @@ class PrefillInstance:
             blocks_hit=work.hit_blocks,
             receipt=body.receipt(seal, [share]) if last else None,
         )
-        self._post.send(Plane.VPC, self._vpc, self._gateway, answer)
-        if not last:
-            self._send_rows(message, rows, token, share)
-        self._store_blocks(work, rows, states)
+        self._post.send(Plane.VPC, self._vpc, self._gateway, first)
+        return token
 
     def _send_rows(self, message: messages.Prefill, rows: Array, token: int, share: int) -> None:
         header = messages.Rows(
@@ -179,23 +191,10 @@ class PrefillInstance:
             share=share,
         )
         source = self._dies[self._groups.prefill_tp_rank(decode_dp_rank=message.rank)]
-        payload = np.ascontiguousarray(rows).tobytes()
-        home = self._context.machine.devices[source].process
-        if home == self._context.process:
-            self._sender.begin(header, payload, source)
-        else:
-            # the All-Gather put the rows on every die of the instance; its cost is the cost model's
-            self._post.send(
-                Plane.UB,
-                self._dies[0],
-                self._context.machine.dies(home)[0],
-                messages.Handover(header),
-                payload=payload,
-                charged_bytes=1,
-            )
+        self._sender.begin(header, np.ascontiguousarray(rows).tobytes(), source)
 
     def _store_blocks(self, work: _Work, rows: Array, states: Array) -> None:
-        rows_per_block = self._model.block_tokens // self._model.tokens_per_carried
+        rows_per_block = self._model.rows_per_block
         charged_bytes = self._model.block_tokens * self._model.kv_bytes_per_token
         for index in range(work.hit_blocks, work.rows.full_blocks):
             span = slice(index * rows_per_block, (index + 1) * rows_per_block)
@@ -216,7 +215,7 @@ def _words(block: bytes) -> Array:
 
 
 class RowsSender:
-    """Sends KV rows from a die of this node to their decode rank, over RDMA, with retries."""
+    """Sends KV rows from a die of the instance to their decode rank, over RDMA, with retries."""
 
     def __init__(self, context: Context, post: Post, job: Job) -> None:
         machine = context.machine
@@ -239,18 +238,32 @@ class RowsSender:
             if number:
                 await self._context.loop.sleep_ps(self._settings.transfer_pause.amount)
             try:
-                await self._post.complete(
-                    source,
-                    self._decode_dies[header.rank],
-                    header,
-                    payload=payload,
-                    charged_bytes=header.input_tokens * self._kv_bytes_per_token,
-                )
+                await self._send_once(header, payload, source)
                 return
             except OperationError as failed:
                 error = failed
         failure = messages.Failed(header.request, header.attempt, f"KV transfer: {error}")
         self._post.send(Plane.VPC, self._vpc, self._gateway, failure)
+
+    async def _send_once(self, header: messages.Rows, payload: bytes, source: int) -> None:
+        """To the decode rank, or to the node of the die that is to send it there."""
+        home = self._context.machine.devices[source].process
+        if home == self._context.process:
+            await self._post.complete(
+                Plane.RDMA,
+                source,
+                self._decode_dies[header.rank],
+                header,
+                payload=payload,
+                charged_bytes=header.input_tokens * self._kv_bytes_per_token,
+            )
+            return
+        # the All-Gather put the rows on every die of the instance; its cost is the cost model's
+        own_die = self._context.machine.dies(self._context.process)[0]
+        handover = messages.Handover(header)
+        await self._post.complete(
+            Plane.UB, own_die, source, handover, payload=payload, charged_bytes=1
+        )
 
 
 class PrefillHelper:

@@ -38,6 +38,19 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     )
     """A decode rank that waits this long for an exchange gives the step up."""
 
+    step_pause: Duration = _assumed(
+        "2 s", "as between two KV transfers; a killed node is known by then", "100 ms", "10 s"
+    )
+    """Before a step that failed is done again, and a control message that was lost is said again."""
+
+    step_tries: Count = Count(
+        value=3,
+        kind=Kind.ASSUMED,
+        source="as for KV transfers: 3 tries",
+        range=(1, 10),
+    )
+    """Steps that may fail one after the other before their requests are told so."""
+
     ping_interval: Duration = _assumed("1 s", "a usual heartbeat", "100 ms", "5 s")
     """The gateway asks every instance this often whether it lives."""
 
@@ -70,6 +83,11 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "590 s",
     )
     """A request without a new token for this long begins again or fails: the last resort."""
+
+    return_timeout: Duration = _assumed(
+        "30 s", "longer than a process takes to start; a client would wait so long", "1 s", "120 s"
+    )
+    """A request that no living node could serve waits this long for one to come back."""
 
     request_tries: Count = Count(
         value=2,

@@ -109,12 +109,12 @@ def _broken(error: Exception) -> None:
     raise error
 
 
-def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int) -> float:
-    """Wall seconds of so many rounds in which each process writes a frame to each other one."""
+def all_to_all(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int) -> raw.Spent:
+    """So many rounds in which each process writes a frame to each other one."""
 
     def live(index: int, folder: Path, steps: raw.Steps) -> None:
         node = _Node(index=index, count=count, rounds=rounds, message_bytes=message_bytes)
         with contextlib.closing(node.loop):
             node.run(folder, steps, buffer_bytes)
 
-    return raw.forked_s(count, live)
+    return raw.forked(count, live)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from cmnet.topology.machine import Operation, Plane
 from cmnet.units import NEVER_PS
 
 KIND = 1
+PAYLOAD = bytes(200)
 
 
 class Token(msgspec.Struct, array_like=True):
@@ -126,9 +126,6 @@ async def sparse(context: Context) -> None:
     await forever(context)
 
 
-PAYLOAD = bytes(200)
-
-
 async def everyone(context: Context) -> None:
     """Every node has an event in every window, and sends nothing."""
     measure(context)
@@ -177,9 +174,3 @@ async def idle(context: Context) -> None:
         while context.loop.now_ps < NEVER_PS:
             await context.loop.sleep_ps(every_ps)
     await forever(context)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value at a share of the sorted list."""
-    ordered = deque(sorted(values))
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

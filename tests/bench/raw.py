@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import uvloop
 
@@ -122,8 +122,15 @@ class Steps:
                 os.close(fd)
 
 
-def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int = 0) -> float:
-    """Wall seconds of so many rounds in which each process writes to each other one."""
+class Spent(NamedTuple):
+    """Wall seconds of the rounds, and CPU seconds of all processes from fork to end."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def all_to_all(*, count: int, rounds: int, message_bytes: int, buffer_bytes: int = 0) -> Spent:
+    """So many rounds in which each process writes to each other one."""
 
     def live(index: int, folder: Path, steps: Steps) -> None:
         node = _Node(
@@ -136,11 +143,11 @@ def all_to_all_s(*, count: int, rounds: int, message_bytes: int, buffer_bytes: i
         with contextlib.closing(uvloop.new_event_loop()) as loop:
             loop.run_until_complete(node.run(folder, steps))
 
-    return forked_s(count, live)
+    return forked(count, live)
 
 
-def forked_s(count: int, live: Callable[[int, Path, Steps], None]) -> float:
-    """Wall seconds between the second barrier (all connected) and the third (all done)."""
+def forked(count: int, live: Callable[[int, Path, Steps], None]) -> Spent:
+    """The wall time is that between the second barrier (all connected) and the third (all done)."""
     steps = Steps(count)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         pids = [_fork(functools.partial(live, index, Path(name), steps)) for index in range(count)]
@@ -151,10 +158,9 @@ def forked_s(count: int, live: Callable[[int, Path, Steps], None]) -> float:
         steps.wait()
         wall_s = time.perf_counter() - begin
         steps.let_go()
-        for pid in pids:
-            os.waitpid(pid, 0)
+        used = [os.wait4(pid, 0)[2] for pid in pids]
     steps.close()
-    return wall_s
+    return Spent(wall_s, sum(each.ru_utime + each.ru_stime for each in used))
 
 
 def _fork(live: Callable[[], None]) -> int:

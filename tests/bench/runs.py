@@ -29,6 +29,8 @@ class Measured:
 
     result: RunResult
     private_bytes: list[int]
+    cpu_s: float
+    """Of the nodes from the start of their program, and of the conductor."""
 
     @property
     def grants_per_s(self) -> float:
@@ -62,10 +64,16 @@ def run(program: Program, *, nodes: int = 48, **settings: Any) -> Measured:
             settings=Settings(program=settings),
             folder=folder,
         )
+        began_s = time.process_time()
         result = supervisor.run()
+        conductor_s = time.process_time() - began_s
         assert not result.error, f"{result.error}\n{result.detail}"
         used = [_used(path) for path in sorted((folder / "statistics").glob("node*.json"))]
-    return Measured(result, [each["private_bytes"] for each in used])
+    return Measured(
+        result,
+        [each["private_bytes"] for each in used],
+        conductor_s + sum(each["cpu_s"] for each in used),
+    )
 
 
 def _used(path: Path) -> dict[str, Any]:

@@ -263,3 +263,52 @@ def test_the_rules_of_the_first_test_act() -> None:
     plain = outcome([(0, UB_DEVICES[0], items)], send_burst)
     harsh = outcome([(0, UB_DEVICES[0], items)], send_burst, HARSH)
     assert plain != harsh
+
+
+def test_quiet_messages_are_handed_over_before_a_bundle_that_came_after_them() -> None:
+    """A bundle is an event at its targets like any message that is not quiet."""
+    with Rig("pair") as rig:
+        order: list[str] = []
+        rig.fabrics[1].bind(KIND, lambda _: order.append("bundle"))
+        rig.fabrics[1].bind(2, lambda _: order.append("quiet"))
+        source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
+        route = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target)
+        rig.fabrics[0].send(route, 2, charged_bytes=512, quiet=True)
+        rig.run()
+        assert order == []
+        send_burst(rig, source, [(target, 512, b"")])
+        rig.fabrics[0].send(route, 2, charged_bytes=512, quiet=True)
+        rig.run()
+        assert order == ["quiet", "bundle"]
+
+
+def test_a_slice_ends_with_the_message_that_fills_it() -> None:
+    """Ten messages of 7680 B take the slice: the eleventh starts at the slice's end."""
+    with Rig("pair") as rig:
+        rig.fabrics[1].bind(KIND, lambda _: None)
+        source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
+        rate_bps = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target).path.rate_bps
+        rig.machine.bundle_slice_ps = 10 * 7680 * 8 * 10**12 // rate_bps - 5  # rounding
+        send_burst(rig, source, [(target, 7680, b"")] * 95)
+        rig.run()
+        assert [header[13] for _, header, _, _ in rig.frames] == [10] * 9 + [5]
+
+
+def test_the_sender_reports_when_the_last_message_of_a_bundle_can_be_in() -> None:
+    """That is the receiver's next event, neither earlier nor later (design 1.3)."""
+    with Rig("mini") as rig:
+        got: list[tuple[int, bytes, int]] = []
+        collect(rig, got)
+        source = rig.device("node00/npu0/die0")
+        names = ["node01/npu0/die0", "node02/cpu0", "node01/cpu0", "node00/cpu0"]
+        send_burst(rig, source, [(rig.device(name), 7680, b"") for name in names])
+        rig.run(1)
+        sends = rig.fabrics[0].take_sends()
+        first_event_ps = rig.loop.next_at_ps()
+        rig.run()
+        of_peer = {
+            peer: max(at_ps for target, _, at_ps in got if rig.fabrics[peer].is_here(target))
+            for peer in (0, 1, 2)
+        }
+        assert sends == [(1, 1, of_peer[1]), (2, 1, of_peer[2])]
+        assert first_event_ps == min(of_peer.values())

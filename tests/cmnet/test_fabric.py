@@ -289,3 +289,30 @@ def test_sends_say_what_left_for_whom_and_when_it_first_matters() -> None:
         assert [(peer, count) for peer, count, _ in sends] == [(1, 2), (2, 1)]
         assert sends[0][2] == first
         assert rig.fabrics[0].take_sends() == []
+
+
+def test_who_is_cancelled_at_its_turn_leaves_its_room_to_the_next() -> None:
+    """Else nobody would wake the next: the port is idle by then."""
+    with Rig("pair") as rig:
+        got = collect(rig)
+        source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
+        fabric = rig.fabrics[0]
+        route = fabric.route(Plane.UB, Operation.WRITE, source, target)
+        route.egress.queue_bytes_max = 1000
+
+        async def sender(number: int) -> None:
+            await fabric.room(route, 1000)
+            fabric.send(route, KIND, charged_bytes=1000, body=number.to_bytes(4, "little"))
+
+        tasks = [rig.loop.create_task(sender(number)) for number in range(4)]
+        waiters = route.egress.waiters
+
+        def cancel_at_its_turn() -> None:
+            """The second waiter has been woken in this instant and has not run yet."""
+            if len(waiters) == 1 and tasks[2].cancel():
+                return
+            rig.loop.call_later(1e-12, cancel_at_its_turn)
+
+        cancel_at_its_turn()
+        rig.run()
+        assert [number for *_, number in got] == [0, 1, 3]

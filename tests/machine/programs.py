@@ -181,6 +181,12 @@ async def raises(context: Context) -> None:
         raise ValueError("so it is " + "\udce9" * 100_000)
 
 
+async def all_raise(context: Context) -> None:
+    """Within one window, the last node first."""
+    await context.loop.sleep_ps(5 * US - context.process)
+    raise ValueError(context.name)
+
+
 async def raises_in_a_handler(context: Context) -> None:
     await context.loop.sleep_ps(5 * US)
     if context.name == "node01":
@@ -189,6 +195,18 @@ async def raises_in_a_handler(context: Context) -> None:
 
 async def dies_at_once(context: Context) -> None:
     if context.name == "node01":
+        os._exit(3)
+
+
+async def dies_when_asked(context: Context) -> None:
+    """At the very end: its statistics are asked for."""
+    if context.name == "node01":
+        context.on_statistics = lambda: os._exit(3)
+
+
+async def gateway_dies(context: Context) -> None:
+    await context.loop.sleep_ps(5 * US)
+    if context.name == "gateway":
         os._exit(3)
 
 

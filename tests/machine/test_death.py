@@ -104,6 +104,17 @@ def test_planned_kill_and_restart_are_repeatable(run: Runner) -> None:
     assert [f.process for f in runs[0].not_reached] == [0]
 
 
+def test_a_node_may_come_back_many_times(run: Runner) -> None:
+    """Twenty incarnations: sockets, sequences and digests of each; no descriptor is left."""
+    plan = [
+        fault(kind, 2, 10 * n + 3 * (kind == "restart"))
+        for n in range(1, 21)
+        for kind in ("kill", "restart")
+    ]
+    runs = [run(programs.chatter, program=PROGRAM, node_faults=plan) for _ in range(2)]
+    assert same(*runs) and len(runs[0].deaths) == 20
+
+
 def test_a_kill_at_the_very_beginning_lets_nothing_of_that_instant_happen(run: Runner) -> None:
     """A barrier at 0: no event at 0 has run, the victim's own start included."""
     runs = [

@@ -20,6 +20,7 @@ from tests.machine.conftest import Runner, lives, wait_for
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
+US = 1_000_000
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -84,6 +85,15 @@ def test_a_program_that_raises_ends_the_run_with_its_error_and_stack(
     assert result.error_code == "BUG"
 
 
+def test_of_many_failures_the_first_in_virtual_time_is_told(run: Runner) -> None:
+    """Not the first that the conductor happened to read."""
+    for start_order in ("listed", "reverse"):
+        result = run(programs.all_raise, topology="mini", start_order=start_order)
+        assert (
+            result.error.startswith("gateway failed at") and "ValueError: gateway" in result.error
+        )
+
+
 def test_what_the_program_is_told_may_be_large(run: Runner) -> None:
     """A workload of thousands of requests: larger than any packet of a socket."""
     told = {"end_us": 5, "requests": list(range(400_000))}
@@ -111,6 +121,47 @@ def test_ctrl_c_at_a_kill_of_the_plan_still_ends(run: Runner) -> None:
 
     result = run(programs.lively, interfere=interfere, node_faults=plan)
     assert result.interrupted and len(result.not_reached) > 10_000
+
+
+def test_the_second_ctrl_c_does_not_wait_for_a_node_that_does_not_answer(run: Runner) -> None:
+    def interfere(supervisor: Supervisor) -> None:
+        wait_for(lambda: hasattr(supervisor, "horizon") and supervisor.horizon.horizon_ps > 5 * US)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: supervisor.result.interrupted)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = run(programs.silent, interfere=interfere)
+    assert result.interrupted and result.error == ""
+
+
+def test_a_node_that_is_stopped_counts_as_silent_and_is_taken_down(run: Runner) -> None:
+    def interfere(supervisor: Supervisor) -> None:
+        wait_for(lambda: hasattr(supervisor, "horizon") and supervisor.horizon.window > 20)
+        os.kill(supervisor.pids[2], signal.SIGSTOP)
+
+    result = run(programs.lively, interfere=interfere, silent_timeout_s=1.0)
+    assert result.error_code == "SILENT" and "node02 is silent" in result.error
+
+
+def test_a_node_that_dies_while_the_run_is_closed_harms_nothing(run: Runner) -> None:
+    result = run(programs.dies_when_asked)
+    assert result.error == "" and [death.name for death in result.deaths] == ["node01"]
+    assert result.digest == run(programs.quiet).digest
+
+
+def test_the_death_of_a_process_that_is_no_node_ends_the_run(run: Runner) -> None:
+    result = run(programs.gateway_dies)
+    assert result.error_code == "NODE_FAILED" and result.error == "gateway ended by itself"
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_obstacle(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(long))
+        assert run(programs.quiet).error == ""
 
 
 class Started:

@@ -40,7 +40,7 @@ def test_a_wait_is_named_from_the_inside_out() -> None:
 
 def test_who_spins_is_a_task_with_its_place_or_a_callback() -> None:
     loop = VirtualLoop()
-    loop.call_soon(for_ever)
+    loop.call_soon(for_ever, loop)
     task = loop.create_task(outer(loop), name="busy")
     lines = stacks.spinning(loop.due())
     loop._ready.popleft()

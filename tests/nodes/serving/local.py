@@ -37,6 +37,29 @@ def mini() -> Machine:
     return load.load(str(TOPOLOGIES / "mini.yaml"), extensions=EXTENSIONS)
 
 
+def a_request(
+    index: int, arrival_ps: int, input_tokens: int, output_tokens: int, hash_ids: tuple[int, ...]
+) -> Request:
+    return Request(
+        index=index,
+        arrival_ps=arrival_ps,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        hash_ids=hash_ids,
+    )
+
+
+def busy_requests(count: int = 10, *, gap_ps: int = 700_000_000_000) -> list[Request]:
+    """Requests that share prefixes, overlap in decode, and among which are single tokens."""
+    requests = []
+    for index in range(count):
+        input_tokens, output_tokens = 900 + 200 * (index % 4), (6, 1, 12, 40)[index % 4]
+        shared = (1, 2, 3, 4)[: -(-input_tokens // 512) - 1]
+        hash_ids = (*shared, 100 + index)
+        requests.append(a_request(index, index * gap_ps, input_tokens, output_tokens, hash_ids))
+    return requests
+
+
 def workload(requests: Iterable[Request]) -> Workload:
     requests = tuple(requests)
     count = len(requests)

@@ -18,37 +18,25 @@ from tests.nodes.serving import local
 SECOND_PS = 10**12
 
 
-def a_request(
-    index: int, arrival_ps: int, input_tokens: int, output_tokens: int, hash_ids: tuple[int, ...]
-) -> Request:
-    return Request(
-        index=index,
-        arrival_ps=arrival_ps,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        hash_ids=hash_ids,
-    )
-
-
 def requests() -> list[Request]:
     """Two with a common prefix of two blocks, far enough apart that the store holds it; a short one;
     one with a single token; and two at once."""
     return [
-        a_request(0, 0, 1400, 7, (1, 2, 3)),
-        a_request(1, 5 * SECOND_PS, 1300, 5, (1, 2, 4)),
-        a_request(2, 5 * SECOND_PS, 20, 1, (5,)),
-        a_request(3, 6 * SECOND_PS, 600, 9, (6, 7)),
-        a_request(4, 6 * SECOND_PS, 1100, 4, (1, 2, 8)),
+        local.a_request(0, 0, 1400, 7, (1, 2, 3)),
+        local.a_request(1, 5 * SECOND_PS, 1300, 5, (1, 2, 4)),
+        local.a_request(2, 5 * SECOND_PS, 20, 1, (5,)),
+        local.a_request(3, 6 * SECOND_PS, 600, 9, (6, 7)),
+        local.a_request(4, 6 * SECOND_PS, 1100, 4, (1, 2, 8)),
     ]
 
 
 def requests_for_faults() -> list[Request]:
     """Two pairs: the second pair finds prefixes of the first in the store and decodes together."""
     return [
-        a_request(0, 0, 1400, 3, (1, 2, 3)),
-        a_request(1, 0, 1100, 3, (6, 7, 8)),
-        a_request(2, 5 * SECOND_PS, 1300, 5, (1, 2, 4)),
-        a_request(3, 5 * SECOND_PS, 1200, 5, (6, 7, 9)),
+        local.a_request(0, 0, 1400, 3, (1, 2, 3)),
+        local.a_request(1, 0, 1100, 3, (6, 7, 8)),
+        local.a_request(2, 5 * SECOND_PS, 1300, 5, (1, 2, 4)),
+        local.a_request(3, 5 * SECOND_PS, 1200, 5, (6, 7, 9)),
     ]
 
 
