@@ -12,6 +12,7 @@ States are int64 [n, 66], sums int64 [n, 673]; KV rows are records of 24 bytes i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,15 @@ from cmnet import errors
 from nodes.model import exact_skew
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64, Gate, Prefilled
-from nodes.model.exact_plain import RESULT_WORDS, ROW_BYTES, VECTOR_WORDS, PlainSteps, Steps, seals
+from nodes.model.exact_plain import (
+    RESULT_WORDS,
+    ROW_BYTES,
+    VECTOR_WORDS,
+    PlainSteps,
+    Steps,
+    seals,
+    started,
+)
 from nodes.model.seal import MASK, mix
 from nodes.settings import ModelSettings
 
@@ -70,20 +79,10 @@ class ExactBody:
         values = mix(seeds[:, None] + model.embedding_words).astype("<u8", copy=False)
         places = np.arange(first_place, first_place + len(seeds), dtype=np.int64)
         starts = seeds + np.uint64(model.start_prompt)
-        return self._started(values.view(np.int8), places, starts)
+        return started(values.view(np.int8), places, starts, model.start_place)
 
     def start_tokens(self, tokens: I64, *, places: I64) -> I64:
-        model = self.model
-        starts = mix(tokens.astype(np.uint64) + np.uint64(model.start_token))
-        return self._started(model.embedding[tokens % t.VOCABULARY], places, starts)
-
-    def _started(self, values: npt.NDArray[np.integer], places: I64, starts: U64) -> I64:
-        states = np.empty((len(starts), t.STATE_WORDS), dtype=np.int64)
-        np.multiply(values, t.EMBEDDING_SCALE, out=states[:, : t.HIDDEN], dtype=np.int64)
-        states[:, t.PLACE] = places
-        bound = starts + places.astype(np.uint64) * np.uint64(self.model.start_place)
-        states[:, t.SEAL] = mix(bound).view(np.int64)
-        return states
+        return self.steps.start_tokens(tokens, places)
 
     def kv_rows(self, states: I64, *, layer: int) -> Rows:
         return self.steps.rows(states, layer=layer).view(ROW)[:, 0]
@@ -103,9 +102,7 @@ class ExactBody:
         limits = np.arange(1, len(rows) + 1, dtype=np.int64)
         return self._read(states, rows, limits, layer=layer, first_place=first_place)
 
-    def _read(
-        self, states: I64, rows: Rows, limits: I64, *, layer: int, first_place: int
-    ) -> I64:
+    def _read(self, states: I64, rows: Rows, limits: I64, *, layer: int, first_place: int) -> I64:
         whole = np.ascontiguousarray(rows).view(np.int8).reshape(len(rows), ROW_BYTES)
         return self.steps.read(states, whole, limits, layer=layer, first_place=first_place)
 
@@ -124,9 +121,7 @@ class ExactBody:
     def expert(self, experts: I64, vectors: U64, *, layer: int) -> U64:
         return self.steps.expert(experts, vectors, layer=layer)
 
-    def combine(
-        self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int
-    ) -> I64:
+    def combine(self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int) -> I64:
         return self.steps.combine(states, weights, results, shared, layer=layer)
 
     def moe_here(self, states: I64, *, layer: int) -> I64:
@@ -143,8 +138,8 @@ class ExactBody:
         vectors = self.steps.dispatch(states)[order // slots]
         results = np.empty((count * slots, RESULT_WORDS), dtype=np.uint64)
         results[order] = self.steps.expert(experts.ravel()[order], vectors, layer=layer)
-        results = results.reshape(count, slots, RESULT_WORDS)
-        routed, shared = results[:, :-1], results[:, -1]
+        by_token = results.reshape(count, slots, RESULT_WORDS)
+        routed, shared = by_token[:, :-1], by_token[:, -1]
         return self.steps.combine(states, weights, routed, shared, layer=layer)
 
     # -- requests -------------------------------------------------------------------------------
@@ -178,6 +173,12 @@ class ExactBody:
         return (last + sum(shares)) & MASK
 
 
+@functools.cache
+def prepared(settings: ModelSettings, skew: str = "uniform") -> ExactBody:
+    """The body of a run, one a process: made before the fork, it is compiled and shared."""
+    return ExactBody(settings, skew=skew)
+
+
 def no_rows(settings: ModelSettings) -> Rows:
     """Cached rows [carried_layers, 0]: nothing is cached."""
     return np.empty((settings.carried_layers, 0), dtype=ROW)
@@ -186,9 +187,9 @@ def no_rows(settings: ModelSettings) -> Rows:
 def _steps(model: t.Model, *, compiled: bool) -> Steps:
     if not compiled:
         return PlainSteps(model)
-    from nodes.model import exact_kernels  # the only import of numba: plain needs none
+    from nodes.model import exact_compiled  # imports numba, which plain does without
 
-    return exact_kernels.CompiledSteps(model)
+    return exact_compiled.CompiledSteps(model)
 
 
 def _fingerprint(body: ExactBody) -> str:

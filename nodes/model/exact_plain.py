@@ -9,7 +9,7 @@ Formulas: model.md section 2. ``exact_kernels.py`` has the same steps, compiled.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,13 @@ ONE_BITS = 0x3F800000
 class Steps(Protocol):
     """What a body needs of its arithmetic, compiled or not."""
 
+    def start_tokens(self, tokens: I64, places: I64) -> I64:
+        """States of generated tokens."""
+
     def rows(self, states: I64, *, layer: int) -> I8:
         """KV rows of states."""
 
-    def read(
-        self, states: I64, rows: I8, limits: I64, *, layer: int, first_place: int
-    ) -> I64:
+    def read(self, states: I64, rows: I8, limits: I64, *, layer: int, first_place: int) -> I64:
         """Sums of each state over the first ``limits`` of these rows."""
 
     def attend(self, states: I64, sums: I64, *, layer: int) -> I64:
@@ -52,9 +53,7 @@ class Steps(Protocol):
     def expert(self, experts: I64, vectors: U64, *, layer: int) -> U64:
         """Results of vectors at experts."""
 
-    def combine(
-        self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int
-    ) -> I64:
+    def combine(self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int) -> I64:
         """States after the experts; results [n, slots, 17]."""
 
     def sample(self, states: I64) -> I64:
@@ -66,6 +65,12 @@ class PlainSteps:
 
     def __init__(self, model: t.Model) -> None:
         self._model = model
+
+    def start_tokens(self, tokens: I64, places: I64) -> I64:
+        model = self._model
+        starts = mix(tokens.astype(np.uint64) + np.uint64(model.start_token))
+        values = model.embedding[tokens.astype(np.uint64) % np.uint64(t.VOCABULARY)]
+        return started(values, places, starts, model.start_place)
 
     def rows(self, states: I64, *, layer: int) -> I8:
         weights = self._model.layers[layer]
@@ -83,9 +88,7 @@ class PlainSteps:
         rows[:, t.ROW_VALUES :] = bound.astype("<u4")[:, None].view(np.int8)
         return rows
 
-    def read(
-        self, states: I64, rows: I8, limits: I64, *, layer: int, first_place: int
-    ) -> I64:
+    def read(self, states: I64, rows: I8, limits: I64, *, layer: int, first_place: int) -> I64:
         weights = self._model.layers[layer]
         query = self._query(states, weights)
         sums = np.zeros((len(states), t.SUM_WORDS), dtype=np.int64)
@@ -96,7 +99,7 @@ class PlainSteps:
             inside = np.arange(start, start + len(values[block])) < limits[:, None]
             exps = _exps(query @ values[block].T) * inside[:, None, :]
             numerators = np.swapaxes(exps @ values[block], 1, 2)
-            sums[:, : t.ROW_VALUES * t.HEADS] += numerators.reshape(len(states), -1).astype(
+            sums[:, : t.ROW_VALUES * t.HEADS] += numerators.reshape(len(states), t.ROW_VALUES * t.HEADS).astype(
                 np.int64
             )
             sums[:, t.ROW_VALUES * t.HEADS : -1] += exps.sum(axis=2).astype(np.int64)
@@ -115,7 +118,7 @@ class PlainSteps:
         up = weights.value_up.transpose(2, 0, 1).astype(np.float64)
         mixed = (numerators @ up).transpose(1, 2, 0)
         denominators = np.maximum(sums[:, split:-1], 1).astype(np.float64)
-        values = np.rint(2.0 * mixed / denominators[:, None, :]).reshape(count, -1)
+        values = np.rint(2.0 * mixed / denominators[:, None, :]).reshape(count, t.VALUE * t.HEADS)
         most = np.maximum(np.abs(values).max(axis=1), 1.0)
         x = np.rint(values * (127.0 / most)[:, None]).astype(np.float32)
         out = (x @ weights.out).astype(np.float64)
@@ -162,14 +165,11 @@ class PlainSteps:
         results[:, 16] = mix(seal + check * np.uint64(weights.check_odd))
         return results
 
-    def combine(
-        self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int
-    ) -> I64:
+    def combine(self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int) -> I64:
         own = self._model.layers[layer]
-        count, slots = weights.shape
         total = _halves(shared).astype(np.float64) * t.SHARED_WEIGHT
         seal = seals(states) + np.uint64(own.combine) + np.uint64(3) * shared[:, 16]
-        for slot in range(slots):
+        for slot in range(weights.shape[1]):
             weight, result = weights[:, slot], results[:, slot]
             total += _halves(result) * weight.astype(np.float64)[:, None]
             seal += (weight + weight + np.uint64(1)) * result[:, 16]
@@ -184,7 +184,8 @@ class PlainSteps:
         bits = np.uint64(64 - t.DRAW_BITS)
         drawn = (mix(seals(states) + np.uint64(self._model.sample)) >> bits).astype(np.int64)
         threshold = (drawn * ends[:, -1]) >> t.DRAW_BITS
-        return (ends <= threshold[:, None]).sum(axis=1, dtype=np.int64)
+        tokens: I64 = (ends <= threshold[:, None]).sum(axis=1, dtype=np.int64)
+        return tokens
 
     def _norm(self, states: I64) -> tuple[F32, F64]:
         """Values as int8 (in float32), and their scale with the RMS norm in it."""
@@ -200,18 +201,18 @@ class PlainSteps:
         """[n, heads, 20]: absorbed queries for the latent, and 16 times those for the rotated key."""
         x, scale = self._norm(states)
         count, heads = len(states), t.HEADS
-        scaled = (x @ weights.query).astype(np.float64).reshape(count, -1, t.HIDDEN)
+        scaled = (x @ weights.query).astype(np.float64).reshape(count, 4, t.HIDDEN)
         scaled = (scaled * self._model.channel).reshape(count, t.NOPE + t.ROPE, heads)
         query = np.rint(scaled * (scale * t.QUERY_SCALE)[:, None, None])
         query = _clip(query, t.QUERY_LIMIT)
         turned = query[:, t.NOPE :].transpose(0, 2, 1).reshape(count * heads, t.ROPE)
         places = np.repeat(states[:, t.PLACE], heads)
-        turned = self._rotate(turned, places, limit=t.QUERY_LIMIT).reshape(count, heads, t.ROPE)
+        turned = self._rotate(turned, places, limit=t.QUERY_LIMIT)
         absorbed = np.empty((count, heads, t.ROW_VALUES), dtype=np.float32)
         nope = query[:, : t.NOPE].transpose(2, 0, 1)
         up = weights.key_up.transpose(2, 0, 1).astype(np.float64)
         absorbed[:, :, : t.LATENT] = (nope @ up).transpose(1, 0, 2)
-        absorbed[:, :, t.LATENT :] = 16.0 * turned
+        absorbed[:, :, t.LATENT :] = 16.0 * turned.reshape(count, heads, t.ROPE)
         return absorbed
 
     def _rotate(self, pairs: F64, places: I64, *, limit: float) -> F64:
@@ -224,6 +225,18 @@ class PlainSteps:
             turned[:, 2 * pair] = np.rint((even * cos - odd * sin) / 2**14)
             turned[:, 2 * pair + 1] = np.rint((even * sin + odd * cos) / 2**14)
         return _clip(turned, limit)
+
+
+def started(
+    values: npt.NDArray[np.integer[Any]], places: I64, starts: U64, start_place: int
+) -> I64:
+    """States of embedded values [n, 64] at their places."""
+    states = np.empty((len(starts), t.STATE_WORDS), dtype=np.int64)
+    np.multiply(values, t.EMBEDDING_SCALE, out=states[:, : t.HIDDEN], dtype=np.int64)
+    states[:, t.PLACE] = places
+    bound = starts + places.astype(np.uint64) * np.uint64(start_place)
+    states[:, t.SEAL] = mix(bound).view(np.int64)
+    return states
 
 
 def seals(states: I64) -> U64:
@@ -251,7 +264,8 @@ def choose(biased: I64, groups: int, top_groups: int, top_k: int) -> I64:
     allowed = np.repeat(ranked >= least[:, None], experts // groups, axis=1)
     keys = np.where(allowed, keys, np.iinfo(np.int64).min)
     best_keys = np.sort(keys, axis=1)[:, : -top_k - 1 : -1]
-    return (2**bits - 1) - (best_keys & (2**bits - 1))
+    chosen: I64 = (2**bits - 1) - (best_keys & (2**bits - 1))
+    return chosen
 
 
 def gate_weights(scores: I64) -> U64:
@@ -261,7 +275,8 @@ def gate_weights(scores: I64) -> U64:
     """
     top_k = scores.shape[1]
     parts = scores * (t.GATE_SUM // top_k) // scores.sum(axis=1, keepdims=True)
-    return (parts * top_k + np.arange(1, top_k + 1)).astype(np.uint64)
+    weights: U64 = (parts * top_k + np.arange(1, top_k + 1)).astype(np.uint64)
+    return weights
 
 
 def grouped(x: F32, weights: F32, spans: list[tuple[int, int, int]]) -> F32:
@@ -293,7 +308,8 @@ def _exps(scores: F32) -> F32:
     y = np.clip(y, np.float32(t.SCORE_LEAST), np.float32(1))
     for _ in range(4):
         y = y * y
-    return np.rint(y * np.float32(255))
+    exps: F32 = np.rint(y * np.float32(255))
+    return exps
 
 
 def _halves(results: U64) -> npt.NDArray[np.int16]:

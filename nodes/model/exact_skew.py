@@ -81,4 +81,5 @@ def _scores(settings: ModelSettings, layer: int) -> I64:
     logits = (x @ t.signed(f"gate {layer}", t.HIDDEN, settings.routed_experts)).astype(np.float64)
     scale = 1 / np.sqrt((x.astype(np.float64) ** 2).sum(axis=1) / t.HIDDEN)
     index = np.rint(logits * (scale * t.GATE_SCALE)[:, None] - t.GATE_SHIFT)
-    return t.sigmoid_table()[np.clip(index, -2048, 2047).astype(np.int64) + 2048]
+    scores: I64 = t.sigmoid_table()[np.clip(index, -2048, 2047).astype(np.int64) + 2048]
+    return scores

@@ -78,8 +78,8 @@ STATE_WORDS = HIDDEN + 2
 LIMIT = float(2**20)
 """Of a state's values."""
 QUERY_LIMIT = 31.0
-QUERY_SCALE = 0.0125
-"""Root mean square of queries about 7.5 (model.md 2.2)."""
+QUERY_SCALE = 0.0105
+"""Root mean square of queries about 7: exponents 1.6 nats wide (model.md 2.2)."""
 KEY_SCALE = 0.07
 LATENT_RMS = 40.0
 ROPE_STEPS = (163, 7)
@@ -87,7 +87,7 @@ ROPE_STEPS = (163, 7)
 ANGLES = 4096
 OUT_SCALE = 1.35e-3
 """Attention moves a state by about 0.25 of it (model.md 2.6); measured at 100 rows."""
-EXPERT_SCALE = 0.0103
+EXPERT_SCALE = 0.0088
 """The experts move a state by about 0.5 of it."""
 GATE_SCALE, GATE_SHIFT = 0.64, 768.0
 """1.5 nats wide, centred at -3 nats, 256 steps a nat (model.md 2.7)."""

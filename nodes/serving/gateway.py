@@ -1,9 +1,8 @@
 """The gateway: replays the workload, chooses where requests go, collects their tokens.
 
-Owns the requests, their attempts and the record of each (``requests.jsonl``); who lives, as far as
-pings tell; and the epochs of the decode group. A request whose nodes die begins again elsewhere, from
-its prompt; tokens that came twice must be equal. When its tries are used up it ends with an error that
-names the reason; it is never lost.
+Owns the requests, their attempts and the record of each (``requests.jsonl``). A request whose nodes die
+begins again elsewhere, from its prompt; tokens that came twice must be equal. When its tries are used
+up it ends with an error that names the reason; it is never lost. Does not own who lives (``members``).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cmnet.launch.agent import Context
-from cmnet.topology.machine import Plane
 from cmnet.units import format_ps
 from nodes.post import Post
 from nodes.serving import messages
 from nodes.serving.job import Job
+from nodes.serving.members import Members
 from nodes.serving.workload import Request
 
 MARK_TOKENS = 256
@@ -79,20 +78,11 @@ class Gateway:
         self._context = context
         self._loop = context.loop
         self._machine = machine
-        self._post = post
-        self._forget = forget
-        """Drops the stream to a process that was restarted."""
         self._job = job
-        self._port = machine.vpc_port(context.process)
         self._instances = machine.roles.prefill
         self._decode = machine.roles.decode
         self._dies = machine.dies_per_node
-        self._alive = set(range(machine.nodes_count))
-        self._incarnations = [0] * machine.nodes_count
-        self._heard_ps = [0] * machine.nodes_count
-        """When a ping was sent that the node has answered."""
-        self._died_ps = [0] * machine.nodes_count
-        self._epoch = 0
+        self._members = Members(context, post, job.serving, died=self._died, forget=forget)
         self._open: dict[int, Progress] = {}
         self._prompt_tokens = [0] * len(self._instances)
         self._rank_sequences = [0] * (len(self._decode) * self._dies)
@@ -102,13 +92,9 @@ class Gateway:
         self._left = len(job.workload.requests)
         self.counts = {"ok": 0, "error": 0, "retried": 0}
         self._wake = asyncio.Event()
-        self._returned = asyncio.Event()
-        """Set when a node comes back."""
         post.on(messages.First, self._first)
         post.on(messages.Tokens, self._tokens)
         post.on(messages.Failed, self._failed)
-        post.on(messages.Pong, self._pong)
-        post.on(messages.Up, self._up)
 
     async def run(self) -> None:
         """The whole workload, then the end of the run."""
@@ -119,9 +105,12 @@ class Gateway:
         self._context.finish()
 
     async def _run(self) -> None:
-        self._new_epoch()
+        self._members.new_epoch()
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch(), name="watch")
+            watches = [
+                group.create_task(self._members.watch(self._involved), name="watch"),
+                group.create_task(self._end_stuck(), name="last resort"),
+            ]
             for request in self._job.workload.requests:
                 await self._loop.sleep_until_ps(max(request.arrival_ps, self._loop.now_ps))
                 self._context.outstanding(1)
@@ -129,7 +118,8 @@ class Gateway:
             while self._left:
                 self._wake.clear()
                 await self._wake.wait()
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -170,7 +160,7 @@ class Gateway:
                 hash_ids=request.hash_ids,
                 rank=rank,
             )
-            self._send(self._instances[instance][0], message)
+            self._members.send(self._instances[instance][0], message)
             await done
         finally:
             if not progress.kept:
@@ -185,20 +175,22 @@ class Gateway:
         while missing := self._missing_role():
             if self._loop.now_ps >= deadline_ps:
                 raise Attempt(f"no {missing} lived for {format_ps(timeout_ps)}")
-            self._returned.clear()
-            timer = self._loop.call_at_ps(deadline_ps, self._returned.set)
-            await self._returned.wait()
+            self._members.returned.clear()
+            timer = self._loop.call_at_ps(deadline_ps, self._members.returned.set)
+            await self._members.returned.wait()
             timer.cancel()
 
     def _missing_role(self) -> str:
         if not self._living_instances():
             return "prefill instance"
-        return "" if self._alive.intersection(self._decode) else "decode node"
+        return "" if self._members.alive.intersection(self._decode) else "decode node"
 
     def _living_instances(self) -> list[int]:
         """Instances of which all nodes live."""
         return [
-            index for index, nodes in enumerate(self._instances) if self._alive.issuperset(nodes)
+            index
+            for index, nodes in enumerate(self._instances)
+            if self._members.alive.issuperset(nodes)
         ]
 
     def _least_loaded_instance(self) -> int:
@@ -208,7 +200,7 @@ class Gateway:
         alive = [
             rank
             for rank in range(len(self._rank_sequences))
-            if self._decode[rank // self._dies] in self._alive
+            if self._decode[rank // self._dies] in self._members.alive
         ]
         return min(alive, key=lambda rank: (self._rank_sequences[rank], rank))
 
@@ -264,7 +256,7 @@ class Gateway:
             came = (index, token, seal, receipt)
             if progress is None:  # of an attempt whose node was dead when it was given up
                 node = self._machine.devices[source].process
-                self._send(node, messages.Cancel(request, attempt))
+                self._members.send(node, messages.Cancel(request, attempt))
                 continue
             self._rank_moved_ps[progress.rank] = self._loop.now_ps
             if progress.kept:
@@ -312,21 +304,12 @@ class Gateway:
         if not progress.kept:
             holders.append(self._instances[progress.instance][0])
         for node in holders:
-            if node in self._alive:
-                self._send(node, cancel)
+            if node in self._members.alive:
+                self._members.send(node, cancel)
         assert progress.done is not None
         progress.done.set_exception(Attempt(reason))
 
-    # --- who lives --------------------------------------------------------------------------------
-
-    def _send(self, node: int, message: msgspec.Struct) -> None:
-        self._post.send(Plane.VPC, self._port, self._machine.vpc_port(node), message)
-
-    def _new_epoch(self) -> None:
-        self._epoch += 1
-        nodes = tuple(node for node in self._decode if node in self._alive)
-        for node in nodes:
-            self._send(node, messages.Epoch(self._epoch, nodes))
+    # --- what ends a try --------------------------------------------------------------------------
 
     def _involved(self) -> set[int]:
         """Nodes that open requests need: all of decode (experts are everywhere), and instances."""
@@ -334,76 +317,10 @@ class Gateway:
         for progress in self._open.values():
             if progress.kept <= 1 and progress.instance >= 0:
                 nodes.update(self._instances[progress.instance])
-        return nodes & self._alive
+        return nodes
 
-    def _missed(self) -> set[int]:
-        """Nodes that were taken as dead and whose return requests would profit from."""
-        return set(self._decode).union(*self._instances) - self._alive
-
-    async def _watch(self) -> None:
-        """Ping whom open requests need; a node that is silent too long is taken as dead, and asked
-        on: what was silent may have been the way."""
-        interval_ps = self._job.serving.ping_interval.amount
-        timeout_ps = self._job.serving.ping_timeout.amount
-        asked: dict[int, int] = {}
-        while True:
-            await self._loop.sleep_ps(interval_ps)
-            now_ps = self._loop.now_ps
-            involved = self._involved()
-            asked = {node: asked.get(node, now_ps) for node in sorted(involved)}
-            for node, first_ps in asked.items():
-                if now_ps - max(first_ps, self._heard_ps[node]) >= timeout_ps:
-                    self._is_dead(node)
-            for node in sorted(involved | self._missed()):
-                self._send(node, messages.Ping(now_ps))
-            self._end_stuck()
-
-    def _end_stuck(self) -> None:
-        """Whatever went wrong unseen: a try ends when nothing moves for long, neither it nor what it
-        may be queueing for."""
-        timeout_ps = self._job.serving.progress_timeout.amount
-        for progress in list(self._open.values()):
-            if not progress.open:
-                continue
-            queue_ps = self._rank_moved_ps[progress.rank]
-            if not progress.kept:
-                queue_ps = max(queue_ps, self._instance_moved_ps[progress.instance])
-            if self._loop.now_ps - max(progress.moved_ps, queue_ps) >= timeout_ps:
-                self._give_up(progress, f"no progress for {format_ps(timeout_ps)}")
-
-    def _pong(self, message: messages.Pong, _: bytes, source: int) -> None:
-        node = self._machine.devices[source].process
-        if message.incarnation < self._incarnations[node]:
-            return
-        self._heard_ps[node] = max(self._heard_ps[node], message.asked_ps)
-        answers = node not in self._alive and message.asked_ps >= self._died_ps[node]
-        if answers or message.incarnation > self._incarnations[node]:
-            self._is_back(node, message.incarnation)
-
-    def _up(self, message: messages.Up, _: bytes, __: int) -> None:
-        if message.incarnation > self._incarnations[message.node]:
-            self._is_back(message.node, message.incarnation)
-
-    def _is_back(self, node: int, incarnation: int) -> None:
-        """It lives (again). What an older incarnation had is gone, even if nobody missed it yet."""
-        if node in self._alive:
-            self._is_dead(node)
-        if incarnation > self._incarnations[node]:
-            self._forget(node)
-        self._incarnations[node] = incarnation
-        self._heard_ps[node] = self._loop.now_ps
-        self._alive.add(node)
-        self._context.mark(f"node {node} is back")
-        self._returned.set()
-        if node in self._decode:
-            self._new_epoch()
-
-    def _is_dead(self, node: int) -> None:
-        self._alive.discard(node)
-        self._died_ps[node] = self._loop.now_ps
-        name = self._machine.processes[node].name
-        self._context.mark(f"node {node} is dead")
-        reason = f"{name} died before {format_ps(self._loop.now_ps)}"
+    def _died(self, node: int, reason: str) -> None:
+        """Requests that need what the node held begin anew."""
         for progress in list(self._open.values()):
             if not progress.open:
                 continue
@@ -412,9 +329,24 @@ class Gateway:
             in_prefill = progress.kept <= 1 and node in self._instances[progress.instance]
             if in_decode or in_prefill:
                 self._give_up(progress, reason)
-        if node in self._decode:
-            self._new_epoch()
+
+    async def _end_stuck(self) -> None:
+        """Whatever went wrong unseen: a try ends when nothing moves for long, neither it nor what it
+        may be queueing for."""
+        settings = self._job.serving
+        timeout_ps = settings.progress_timeout.amount
+        while True:
+            await self._loop.sleep_ps(settings.ping_interval.amount)
+            for progress in list(self._open.values()):
+                if progress.open and self._loop.now_ps - self._moved_ps(progress) >= timeout_ps:
+                    self._give_up(progress, f"no progress for {format_ps(timeout_ps)}")
+
+    def _moved_ps(self, progress: Progress) -> int:
+        queue_ps = self._rank_moved_ps[progress.rank]
+        if not progress.kept:
+            queue_ps = max(queue_ps, self._instance_moved_ps[progress.instance])
+        return max(progress.moved_ps, queue_ps)
 
     def statistics(self) -> dict[str, Any]:
         """Counters for the report."""
-        return {"requests": self.counts, "epochs": self._epoch}
+        return {"requests": self.counts, "epochs": self._members.epoch}

@@ -86,7 +86,10 @@ def build(sources: Sources) -> dict[str, Any]:
         "tokens_per_carried": sources.serving.model.tokens_per_carried,
         "fingerprint": sources.serving.fingerprint,
         "constants_used": constants_used(sources),
-        "verified": msgspec.to_builtins(sources.verified),
+        "verified": {
+            name: getattr(sources.verified, name)
+            for name in ("checked", "wrong", "requests", "first")
+        },
         "requests": _requests(sources),
         "prefix": _prefix(sources),
         "interrupted": outcome.interrupted,

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from cmnet.chaos import plan as plans
+from cmnet.errors import InputError
 from cmnet.topology import load
 from cmnet.topology.machine import Machine
 from nodes.kv.groups import Groups
+from nodes.serving import command
 from nodes.serving.job import EXTENSIONS
+from nodes.serving.options import Options
 from tests.nodes.serving import local
 
 TOPOLOGY = f"""
@@ -72,3 +75,15 @@ def test_rows_that_are_handed_over_arrive_or_their_request_is_tried_again(
     assert max(record["rank"] for record in served.requests) >= 8
     errors = [record["error"] for record in served.requests if record["status"] != "ok"]
     assert all(errors) and len(errors) <= 12 - least_ok, errors
+
+
+def test_an_instance_that_the_decode_group_cannot_be_shared_out_to_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Before a run, with the key; not by a prefill node that fails in it."""
+    file = tmp_path / "odd.yaml"
+    file.write_text(TOPOLOGY.replace("node02..node05", "node02..node04"), encoding="utf-8")
+    odd = load.load(str(file), extensions=EXTENSIONS)
+    expected = r"roles.prefill\[0\]: '2 nodes' is wrong; expected a divisor of the 3 decode nodes"
+    with pytest.raises(InputError, match=expected):
+        command.prepare(odd, plans.NO_FAULTS, Options(), [])

@@ -6,10 +6,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from cmnet.entropy import stream
+from cmnet.topology.quantity import Count, Kind
 from nodes.model import tamper
 from nodes.moe.exchange import Touch
 from nodes.serving.workload import Request
@@ -137,3 +139,19 @@ def test_an_untouched_run_has_nothing_to_see(tmp_path: Path) -> None:
         machine, local.job_of(machine, requests()), tmp_path, touch=lambda _, items: np.array(items)
     )
     assert served.wrong == 0
+
+
+def test_more_requests_than_decode_places_wait_for_one(tmp_path: Path) -> None:
+    """One place a rank and three requests for each: their KV waits at the rank, nobody is refused."""
+    machine = local.mini()
+    arrivals = [local.a_request(index, 0, 200, 6, (index,)) for index in range(24)]
+    job = local.job_of(machine, arrivals)
+    one = Count(value=1, kind=Kind.PUBLISHED, source="for this test")
+    serving = msgspec.structs.replace(job.serving, decode_sequences_max=one)
+    served = local.serve(machine, msgspec.structs.replace(job, serving=serving), tmp_path)
+    assert [record["tries"] for record in served.requests] == [1] * 24
+    assert (served.checked, served.wrong) == (24 * 6, 0)
+    ended: dict[int, list[int]] = {}
+    for record in served.requests:
+        ended.setdefault(record["rank"], []).append(record["ended_ps"])
+    assert all(first < second < third for first, second, third in map(sorted, ended.values()))
