@@ -33,6 +33,9 @@ SIDE_EFFECTS = (
     "threading",
     "subprocess",
     "lmdb",
+    "select",
+    "signal",
+    "ctypes",
 )
 PURE = (
     "cmnet/units.py",
@@ -43,12 +46,16 @@ PURE = (
     "cmnet/chaos/plan.py",
     "cmnet/vtime/agenda.py",
     "cmnet/vtime/horizon.py",
+    "cmnet/vtime/window.py",
+    "cmnet/wire/control.py",
     "cmnet/wire/frames.py",
-    "cmnet/wire/session.py",
+    "cmnet/wire/pool.py",
+    "nodes/ems/device.py",
     "nodes/ems/placement.py",
+    "nodes/ems/record.py",
     "nodes/kv/groups.py",
     "nodes/model/",
-    "nodes/moe/gating.py",
+    "nodes/moe/placement.py",
     "nodes/serving/cost.py",
     "nodes/serving/percentiles.py",
     "nodes/serving/settings.py",
@@ -62,7 +69,9 @@ PURE = (
 OWNERS = {
     "lmdb": ("nodes/ems/",),
     "socket": ("cmnet/launch/", "cmnet/vtime/", "cmnet/wire/", "planes/vpc_sockets.py"),
-    "selectors": ("cmnet/vtime/",),
+    "select": ("cmnet/launch/", "cmnet/wire/"),
+    "ctypes": ("cmnet/launch/deathsig.py",),
+    "selectors": (),
     "uvloop": ("cmnet/launch/", "cmnet/vtime/"),
     "aiohttp": ("cmnet/console/", "nodes/serving/", "planes/vpc_aiohttp.py"),
     "time": ("cmnet/launch/", "cmnet/record/", "cmnet/vtime/"),
@@ -202,6 +211,15 @@ def test_the_rule_sees_a_module_that_breaks_it(
         assert len(RULES[name](source)) == 1
     finally:
         tree.cache_clear()
+
+
+def test_the_tables_name_what_is_there() -> None:
+    """An entry for a file that was moved guards nothing; a module that calls itself pure is listed."""
+    entries = {*PURE, *(path for paths in (*OWNERS.values(), *BUILTINS.values()) for path in paths)}
+    entries -= {"cmnet/console/"}  # the console's owner of aiohttp, before there is a console
+    assert [entry for entry in sorted(entries) if not (ROOT / entry).exists()] == []
+    called = [s for s in sources() if "Pure." in (ast.get_docstring(tree(s)) or "")]
+    assert [source for source in called if not source.startswith(PURE)] == []
 
 
 def test_every_error_has_a_code_of_its_own_and_a_place_in_the_drawing() -> None:
