@@ -65,7 +65,7 @@ class ExactBody:
     def __init__(
         self, settings: ModelSettings, *, skew: str = "uniform", compiled: bool = True
     ) -> None:
-        """``skew``: see ``exact_skew``. ``compiled`` False: plain numpy, 30 times slower."""
+        """``skew``: see ``exact_skew``. ``compiled`` False: plain numpy, 5 to 13 times slower."""
         self.settings = settings
         self.skew = skew
         self.model = t.model(settings, exact_skew.biases(settings, skew))

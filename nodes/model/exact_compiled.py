@@ -7,6 +7,7 @@ call. Whoever makes the first body of a process compiles all kernels, or loads t
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,8 +17,8 @@ from nodes.model import exact_kernels as attention
 from nodes.model import exact_kernels_experts as moe
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
-from nodes.model.exact_plain import I8, RESULT_WORDS, ROW_BYTES, VECTOR_WORDS
-from nodes.model.exact_tables import F32, F64
+from nodes.model.exact_plain import RESULT_WORDS, ROW_BYTES, VECTOR_WORDS
+from nodes.model.exact_tables import F32, F64, I8
 
 
 class _Packed:
@@ -42,6 +43,7 @@ class CompiledSteps:
     """``exact_plain.Steps``, compiled."""
 
     def __init__(self, model: t.Model) -> None:
+        assert sys.byteorder == "little", "kernels look at bytes of words: use plain steps"
         settings = model.settings
         self._groups, self._top_groups = settings.groups, settings.top_groups
         self._top_k = settings.top_k
@@ -69,7 +71,10 @@ class CompiledSteps:
         out = np.empty((len(states), t.SUM_WORDS), dtype=np.int64)
         tables, dense, words = self._tables, own.dense, own.words
         states, rows = _own(states), _own(rows)
-        attention.read(states, rows, limits, dense, words, self._reals, tables, first_place, out)
+        seals = rows.view(np.uint32)
+        attention.read(
+            states, rows, seals, limits, dense, words, self._reals, tables, first_place, out
+        )
         return out
 
     def attend(self, states: I64, sums: I64, *, layer: int) -> I64:
@@ -95,7 +100,11 @@ class CompiledSteps:
         own = self._layers[layer]
         results = np.empty((len(experts), RESULT_WORDS), dtype=np.uint64)
         first, second, words, reals = own.first, own.second, own.words, self._reals
-        moe.expert(_own(experts), _own(vectors), first, second, words, reals, results)
+        vectors = _own(vectors)
+        octets, halves = vectors.view(np.int8), results.view(np.int16)
+        experts = _own(experts)
+        args = experts, vectors, octets, first, second, words, reals, results, halves
+        assert moe.expert(*args), "no such expert"
         return results
 
     def combine(self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int) -> I64:

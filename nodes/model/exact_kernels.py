@@ -20,8 +20,7 @@ import numpy as np
 
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
-from nodes.model.exact_plain import I8, ONE_BITS
-from nodes.model.exact_tables import F32, F64
+from nodes.model.exact_tables import F32, F64, I8, U32
 from nodes.model.seal import MULTIPLIER_1, MULTIPLIER_2
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +74,7 @@ M1, M2 = np.uint64(MULTIPLIER_1), np.uint64(MULTIPLIER_2)
 S24, S27, S30, S31, S32 = (np.uint64(n) for n in (24, 27, 30, 31, 32))
 S40, BYTE, HALF = np.uint64(40), np.uint64(255), np.uint64(65535)
 U1, U3, U8, U16 = np.uint64(1), np.uint64(3), np.uint64(8), np.uint64(16)
-LOW, ONE = np.uint64(2**32 - 1), np.uint64(ONE_BITS)
+LOW, ONE = np.uint64(2**32 - 1), np.uint64(t.ONE_BITS)
 DRAW_SHIFT = np.uint64(64 - t.DRAW_BITS)
 F0, F1, F255 = np.float32(0), np.float32(1), np.float32(255)
 SCALE, SHIFT, LEAST = (np.float32(x) for x in (t.SCORE_SCALE, t.SCORE_SHIFT, t.SCORE_LEAST))
@@ -86,6 +85,8 @@ QUERY_LIMIT, LIMIT = t.QUERY_LIMIT, t.LIMIT
 STEP0, STEP1, ANGLES = t.ROPE_STEPS[0], t.ROPE_STEPS[1], t.ANGLES
 GATE_SUM, SHARED_WEIGHT, DRAW_BITS = t.GATE_SUM, t.SHARED_WEIGHT, t.DRAW_BITS
 EMBEDDING_SCALE = t.EMBEDDING_SCALE
+KEYS = 8
+"""Weighed, then added together."""
 BLOCK, INNER, VALUE = t.KEYS_A_BLOCK, t.INNER, t.VALUE
 
 
@@ -128,18 +129,16 @@ def start_tokens(tokens: I64, places: I64, embedding: I64, words: U64, states: I
 @kernel
 def project(x: F32, weights: F32, sums: F32) -> None:
     """Sums of x times weights [len(x) * len(sums)], columns together."""
-    columns = len(sums)
+    n = len(sums)
     sums[:] = F0
-    for k in range(0, len(x), 4):
+    for k in range(0, len(x), 8):
         a, b, c, d = x[k], x[k + 1], x[k + 2], x[k + 3]
-        first = weights[k * columns : (k + 4) * columns]
-        for n in range(columns):
-            sums[n] += (
-                a * first[n]
-                + b * first[columns + n]
-                + c * first[2 * columns + n]
-                + d * first[3 * columns + n]
-            )
+        e, f, g, h = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
+        w = weights[k * n : (k + 8) * n]
+        for i in range(n):
+            one = a * w[i] + b * w[n + i] + c * w[2 * n + i] + d * w[3 * n + i]
+            two = e * w[4 * n + i] + f * w[5 * n + i] + g * w[6 * n + i] + h * w[7 * n + i]
+            sums[i] += one + two
 
 
 @kernel
@@ -202,8 +201,8 @@ def query(state: I64, dense: F32, reals: F64, tables: I64, x: F32, sums: F32, qu
 
 
 @kernel
-def one_key(b: F32, v: F32) -> None:
-    """One key for all heads: ``b`` is queries [20, H], numerators [20, H], denominators, exps."""
+def weigh(b: F32, v: F32, exps: F32) -> None:
+    """One key's exps of all heads; ``b`` begins with the queries [20, H]."""
     v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
     v8, v9, va, vb, vc, vd, ve, vf = v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15]
     r0, r1, r2, r3 = v[16], v[17], v[18], v[19]
@@ -218,35 +217,44 @@ def one_key(b: F32, v: F32) -> None:
         y = y * y
         y = y * y
         y = y * y
-        e = np.rint(y * F255)
-        b[20 * H + h] += e * v0
-        b[21 * H + h] += e * v1
-        b[22 * H + h] += e * v2
-        b[23 * H + h] += e * v3
-        b[24 * H + h] += e * v4
-        b[25 * H + h] += e * v5
-        b[26 * H + h] += e * v6
-        b[27 * H + h] += e * v7
-        b[28 * H + h] += e * v8
-        b[29 * H + h] += e * v9
-        b[30 * H + h] += e * va
-        b[31 * H + h] += e * vb
-        b[32 * H + h] += e * vc
-        b[33 * H + h] += e * vd
-        b[34 * H + h] += e * ve
-        b[35 * H + h] += e * vf
-        b[36 * H + h] += e * r0
-        b[37 * H + h] += e * r1
-        b[38 * H + h] += e * r2
-        b[39 * H + h] += e * r3
-        b[40 * H + h] += e
-        b[41 * H + h] = e
+        exps[h] = np.rint(y * F255)
+
+
+@kernel
+def add_keys(b: F32, e: F32, v: F32, bound: F64, folds: F64) -> None:
+    """Eight keys with their exps [8, H] to the numerators, denominators and folds of all heads."""
+    for d in range(RV):
+        v0, v1, v2, v3 = v[0, d], v[1, d], v[2, d], v[3, d]
+        v4, v5, v6, v7 = v[4, d], v[5, d], v[6, d], v[7, d]
+        to = b[NUM + d * H : NUM + (d + 1) * H]
+        for h in range(H):
+            one = e[h] * v0 + e[H + h] * v1 + e[2 * H + h] * v2 + e[3 * H + h] * v3
+            two = e[4 * H + h] * v4 + e[5 * H + h] * v5 + e[6 * H + h] * v6 + e[7 * H + h] * v7
+            to[h] += one + two
+    for k in range(KEYS):
+        seal = bound[k]
+        for h in range(H):
+            b[2 * NUM + h] += e[k * H + h]
+            folds[h] += float(e[k * H + h]) * seal
+
+
+@kernel
+def unpack(rows: I8, seals: U32, words: U64, first_place: int, values: F32, bound: F64) -> None:
+    """Rows as floats, and their seals bound to the places where they are read."""
+    for i in range(len(rows)):
+        for d in range(RV):
+            values[i, d] = np.float32(rows[i, d])
+    odd, last = words[PLACE_AT], seals.shape[1] - 1
+    for i in range(len(rows)):
+        place = np.uint64(first_place + i) * odd
+        bound[i] = float(np.int64(mix(np.uint64(seals[i, last]) + place) >> S40))
 
 
 @kernel
 def read(
     states: I64,
     rows: I8,
+    seals: U32,
     limits: I64,
     dense: F32,
     words: U64,
@@ -255,29 +263,26 @@ def read(
     first_place: int,
     out: I64,
 ) -> None:
-    count = len(rows)
-    values, bound = np.empty((count, RV), np.float32), np.empty(count)
-    for i in range(count):
-        word = np.uint64(0)
-        for d in range(RV):
-            values[i, d] = np.float32(rows[i, d])
-        for byte in range(4):
-            word |= np.uint64(np.int64(rows[i, RV + byte]) & 255) << np.uint64(8 * byte)
-        place = np.uint64(first_place + i) * words[PLACE_AT]
-        bound[i] = float(np.int64(mix(word + place) >> S40))
+    room = (len(rows) + KEYS - 1) // KEYS * KEYS
+    values, bound = np.zeros((room, RV), np.float32), np.zeros(room)
+    unpack(rows, seals, words, first_place, values, bound)
     x, sums = np.empty(D, np.float32), np.empty(QC, np.float32)
-    held, folds = np.empty(42 * H, np.float32), np.empty(H)
+    held, exps = np.empty(2 * NUM + H, np.float32), np.empty(KEYS * H, np.float32)
+    folds = np.empty(H)
     for s in range(len(states)):
         query(states[s], dense, reals, tables, x, sums, held)
         out[s, :] = 0
         folds[:] = 0.0
         for start in range(0, limits[s], BLOCK):
             held[NUM : 2 * NUM + H] = F0
-            for i in range(start, min(start + BLOCK, limits[s])):
-                one_key(held, values[i])
-                b = bound[i]
-                for h in range(H):
-                    folds[h] += float(held[2 * NUM + H + h]) * b
+            end = min(start + BLOCK, limits[s])
+            for i in range(start, end, KEYS):
+                for k in range(KEYS):
+                    if i + k < end:
+                        weigh(held, values[i + k], exps[k * H : (k + 1) * H])
+                    else:
+                        exps[k * H : (k + 1) * H] = F0
+                add_keys(held, exps, values[i : i + KEYS], bound[i : i + KEYS], folds)
             for n in range(NUM + H):
                 out[s, n] += np.int64(held[NUM + n])
         fold = np.uint64(0)

@@ -45,7 +45,7 @@ from nodes.model.exact_kernels import (
     norm,
     project,
 )
-from nodes.model.exact_tables import F32, F64
+from nodes.model.exact_tables import F32, F64, I8, I16
 
 
 @kernel
@@ -135,44 +135,52 @@ def dispatch(states: I64, reals: F64, vectors: U64) -> None:
 
 @kernel
 def expert(
-    experts: I64, vectors: U64, first: F32, second: F32, words: U64, reals: F64, results: U64
-) -> None:
+    experts: I64,
+    vectors: U64,
+    octets: I8,
+    first: F32,
+    second: F32,
+    words: U64,
+    reals: F64,
+    results: U64,
+    halves: I16,
+) -> bool:
+    """False if there is no such expert. Octets and halves are views: little-endian hosts only."""
+    for i in range(len(experts)):
+        if experts[i] < 0 or experts[i] >= len(first):
+            return False
     x, up, inner = np.empty(D, np.float32), np.empty(E2, np.float32), np.empty(INNER)
     z, down = np.empty(INNER, np.float32), np.empty(D, np.float32)
     number = np.empty(1, np.uint32)
     as_float = number.view(np.float32)
     for i in range(len(experts)):
-        check = np.uint64(0)
+        check = np.int64(0)
         for d in range(D):
-            value = np.int64((vectors[i, d // 8] >> np.uint64(8 * (d % 8))) & BYTE)
-            value = value - 256 if value > 127 else value
-            x[d] = np.float32(value)
-            check += np.uint64(value) * words[CHECK_AT + d]
-        expert = experts[i]
-        project(x, first[expert], up)
+            x[d] = np.float32(octets[i, d])
+            check += np.int64(octets[i, d]) * np.int64(words[CHECK_AT + d])
+        chosen = experts[i]
+        project(x, first[chosen], up)
         low = vectors[i, 8] & LOW
         number[0] = np.uint32(low if low <= ONE else np.uint64(0))
         scale = float(as_float[0]) / 512.0
         most = 2.0**-30
         for f in range(INNER):
-            gate = (float(up[f]) * reals[D + f]) * scale
+            opened = (float(up[f]) * reals[D + f]) * scale
             other = (float(up[INNER + f]) * reals[D + INNER + f]) * scale
-            inner[f] = (gate * min(max(gate + 3.0, 0.0), 6.0)) * other
+            inner[f] = (opened * min(max(opened + 3.0, 0.0), 6.0)) * other
+        for f in range(INNER):
             most = max(most, abs(inner[f]))
         factor = 127.0 / most
         for f in range(INNER):
             z[f] = np.float32(np.rint(inner[f] * factor))
-        project(z, second[expert], down)
+        project(z, second[chosen], down)
         scale = most * EXPERT_SCALE
-        for w in range(16):
-            word = np.uint64(0)
-            for d in range(4):
-                y = np.rint((float(down[4 * w + d]) * reals[D + 4 * w + d]) * scale)
-                bits = np.uint64(np.int64(bounded(y, 32767.0))) & HALF
-                word |= bits << np.uint64(16 * d)
-            results[i, w] = word
-        seal = vectors[i, 9] + words[EXPERT_AT + expert] + vectors[i, 8]
-        results[i, 16] = mix(seal + check * words[CHECK_ODD_AT])
+        for d in range(D):
+            y = np.rint((float(down[d]) * reals[D + d]) * scale)
+            halves[i, d] = np.int16(np.int32(min(max(y, -32767.0), 32767.0)))
+        seal = vectors[i, 9] + words[EXPERT_AT + chosen] + vectors[i, 8]
+        results[i, 16] = mix(seal + np.uint64(check) * words[CHECK_ODD_AT])
+    return True
 
 
 @kernel

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nodes.model.oracle import ClaimedRequest, Verdict, _compare, _mix, _prompt, _Truth, _u64
+from nodes.model.oracle import ClaimedRequest, Truth, Verdict, compare, mix, read_prompt, u64
 from nodes.settings import ModelSettings
 
 U64 = npt.NDArray[np.uint64]
@@ -32,6 +32,8 @@ TILE = 16
 """Queries at once: 16 x 32 heads x 300 keys are 600 KB."""
 KEYS = 256
 """Keys summed in float32: 255 x 255 x 256 < 2^24."""
+CHOICES = 256
+"""Tokens whose scores of all experts are held at once: 512 KB an array."""
 EXPERTS = 32
 """Experts whose rows are gathered at once."""
 
@@ -53,7 +55,7 @@ class ExactOracle:
         verdicts: dict[int, Verdict] = {}
         for pack in self._packs(requests, verdicts):
             for (index, _), truth in zip(pack, self._run([own for _, own in pack]), strict=True):
-                verdicts[index] = _compare(requests[index], truth)
+                verdicts[index] = compare(requests[index], truth)
         return [verdicts[index] for index in range(len(requests))]
 
     def _packs(
@@ -81,7 +83,7 @@ class ExactOracle:
             yield pack
 
     def _part(self, request: ClaimedRequest) -> _Part:
-        seeds, keys = _prompt(request, self._settings)
+        seeds, keys = read_prompt(request, self._settings)
         per_block = self._settings.block_tokens // self._settings.tokens_per_carried
         known = 0
         while known < min(len(keys), (len(seeds) - 1) // per_block) and keys[known] in self._blocks:
@@ -91,7 +93,7 @@ class ExactOracle:
         prompt = len(seeds) - known * per_block
         return _Part(seeds[known * per_block :], fed, keys, known, places, prompt)
 
-    def _run(self, parts: list[_Part]) -> list[_Truth]:
+    def _run(self, parts: list[_Part]) -> list[Truth]:
         model = self._model
         started = [model.start(part.seeds, part.fed, part.places) for part in parts]
         h = np.concatenate([values for values, _ in started])
@@ -133,11 +135,11 @@ class ExactOracle:
         tokens: U64,
         logs: list[tuple[U64, U64]],
         kept: list[tuple[F32, U64]],
-    ) -> _Truth:
+    ) -> Truth:
         prompt = part.prompt
-        odd = part.places[:prompt].astype(np.uint64) * _u64(2) + _u64(1)
+        odd = part.places[:prompt].astype(np.uint64) * u64(2) + u64(1)
         before = self._blocks[part.keys[part.known - 1]].share if part.known else 0
-        shares = np.cumsum(odd * seals[:prompt]) + _u64(before)
+        shares = np.cumsum(odd * seals[:prompt]) + u64(before)
         per_block = self._settings.block_tokens // self._settings.tokens_per_carried
         for number, key in enumerate(part.keys[part.known :]):
             first = span.start + number * per_block
@@ -148,7 +150,7 @@ class ExactOracle:
         answers = slice(prompt - 1, None)
         log = [(one[span][answers], other[span][answers]) for one, other in logs]
         receipt = (int(seals[-1]) + int(shares[-1])) % 2**64
-        return _Truth(tokens=tokens[answers], seals=seals[answers], receipt=receipt, log=log)
+        return Truth(tokens=tokens[answers], seals=seals[answers], receipt=receipt, log=log)
 
 
 class _Part(msgspec.Struct, frozen=True, eq=False):
@@ -184,7 +186,7 @@ def _bytes(name: str, count: int) -> I64:
     key = hashlib.blake2b(f"cmnet exact {name}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=int.from_bytes(key, "little")).random_raw((count + 7) // 8)
     shifts = np.arange(0, 64, 8, dtype=np.uint64)
-    return ((words[:, None] >> shifts) & _u64(255)).ravel()[:count].astype(np.int64)
+    return ((words[:, None] >> shifts) & u64(255)).ravel()[:count].astype(np.int64)
 
 
 def _weights(name: str, *shape: int, most: int = 127) -> F32:
@@ -195,7 +197,7 @@ def _weights(name: str, *shape: int, most: int = 127) -> F32:
 def _odd(name: str, count: int) -> U64:
     octets = _bytes(name, 8 * count).reshape(count, 8).astype(np.uint64)
     total: U64 = (octets << np.arange(0, 64, 8, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
-    return total | _u64(1)
+    return total | u64(1)
 
 
 def _table(function: Any, first: int, last: int) -> F64:
@@ -216,10 +218,10 @@ class _Layer:
         check = _bytes(f"check {layer}", 64) % 254 - 127
         self.check = np.where(check < 0, check, check + 1)
         self.bias = bias
-        self.row, self.place = _u64(_number("row", layer)), _u64(_number("place", layer) | 1)
-        self.attention = _u64(_number("attention", layer))
-        self.combine = _u64(_number("combine", layer))
-        self.check_odd = _u64(_number("check odd", layer) | 1)
+        self.row, self.place = u64(_number("row", layer)), u64(_number("place", layer) | 1)
+        self.attention = u64(_number("attention", layer))
+        self.combine = u64(_number("combine", layer))
+        self.check_odd = u64(_number("check odd", layer) | 1)
         self.fold_numerator = _odd(f"numerator {layer}", 640).reshape(20, 32)
         self.fold_denominator = _odd(f"denominator {layer}", 32)
         self.fold_bound = _odd(f"bound {layer}", 32)
@@ -246,19 +248,19 @@ class _Model:
         self._layers = [_Layer(layer, settings, biases[layer]) for layer in layers]
 
     def start(self, seeds: U64, tokens: U64, places: I64) -> tuple[F64, U64]:
-        words = _mix(seeds[:, None] + self._words)
-        octets = (words[:, :, None] >> np.arange(0, 64, 8, dtype=np.uint64)) & _u64(255)
+        words = mix(seeds[:, None] + self._words)
+        octets = (words[:, :, None] >> np.arange(0, 64, 8, dtype=np.uint64)) & u64(255)
         prompt = octets.reshape(len(seeds), 64).astype(np.int8)
-        generated = self._embedding[(tokens % _u64(512)).astype(np.int64)]
-        first = seeds + _u64(_number("start prompt"))
-        later = _mix(tokens + _u64(_number("start token")))
-        odd = _u64(_number("start place") | 1)
-        w = _mix(np.concatenate([first, later]) + places.astype(np.uint64) * odd)
+        generated = self._embedding[(tokens % u64(512)).astype(np.int64)]
+        first = seeds + u64(_number("start prompt"))
+        later = mix(tokens + u64(_number("start token")))
+        odd = u64(_number("start place") | 1)
+        w = mix(np.concatenate([first, later]) + places.astype(np.uint64) * odd)
         return np.concatenate([prompt, generated]).astype(np.float64) * 64, w
 
     def _norm(self, h: F64) -> tuple[F32, F64]:
         u = h * self._ramp
-        most = np.maximum(np.abs(u).max(axis=1), 1)
+        most = np.maximum(_most(u), 1)
         x = np.rint(u * (127 / most)[:, None])
         scale = most / np.sqrt(np.square(h).sum(axis=1) / 64 + 1) / 127
         return x.astype(np.float32), scale.astype(np.float32).astype(np.float64)
@@ -285,7 +287,7 @@ class _Model:
         latent = np.clip(np.rint(scaled[:, :16] * (40 / rms)[:, None]), -127, 127)
         key = np.clip(np.rint(scaled[:, 16:] * (scale * 0.07)[:, None]), -127, 127)
         values = np.concatenate([latent, self._turn(key, places, 127)], axis=1)
-        return values.astype(np.float32), _mix(w + own.row) >> _u64(32)
+        return values.astype(np.float32), mix(w + own.row) >> u64(32)
 
     def query(self, layer: int, h: F64, places: I64) -> F32:
         """[n, 8, heads]: 4 without position, 4 rotated and times 16."""
@@ -301,8 +303,8 @@ class _Model:
         keys = np.empty((32, 8, rows), dtype=np.float32)
         keys[:, :4] = np.tensordot(own.key_up, values[:, :16], axes=(1, 1)).transpose(1, 0, 2)
         keys[:, 4:] = values[:, 16:].T
-        bits = _mix(bound + np.arange(rows, dtype=np.uint64) * own.place) >> _u64(40)
-        parts = [(bits >> _u64(shift)) & _u64(255) for shift in (0, 8, 16)]
+        bits = mix(bound + np.arange(rows, dtype=np.uint64) * own.place) >> u64(40)
+        parts = [(bits >> u64(shift)) & u64(255) for shift in (0, 8, 16)]
         terms = np.column_stack([values, np.ones(rows), *parts]).astype(np.float32)
         heads = np.ascontiguousarray(query.transpose(2, 0, 1))
         sums = np.zeros((count, 32, 24))
@@ -332,29 +334,31 @@ class _Model:
         h = np.clip(h + np.rint(out * self._ramp * (scale * 1.35e-3)[:, None]), -(2**20), 2**20)
         folds = folds + _fold(sums[:, :, :20].reshape(count, -1), own.fold_numerator.T.ravel())
         folds = folds + _fold(sums[:, :, 20], own.fold_denominator) + _fold(out, own.fold_out)
-        return h, _mix(w + own.attention + folds)
+        return h, mix(w + own.attention + folds)
 
     def experts(self, layer: int, h: F64, w: U64) -> tuple[F64, U64]:
         own, count, slots = self._layers[layer], len(h), self._settings.top_k + 1
         x, scale = self._norm(h)
-        chosen, weight = self._choose(own, x, scale)
+        pieces = [slice(i, i + CHOICES) for i in range(0, count, CHOICES)]
+        choices = [self._choose(own, x[piece], scale[piece]) for piece in pieces]
+        chosen, weight = (np.concatenate(part) for part in zip(*choices, strict=True))
         every = np.full((count, slots), self._settings.routed_experts)
         every[:, :-1] = chosen
         seal = self._seals(own, every, x, scale, w)
         answers = self._answers(own, every.ravel(), x, scale).reshape(count, slots, 64)
-        total = answers[:, -1] * 4096.0
+        total = answers[:, -1] * np.int32(4096)
         for slot in range(slots - 1):
-            total += answers[:, slot] * weight[:, slot : slot + 1].astype(np.float64)
+            total += answers[:, slot] * weight[:, slot : slot + 1].astype(np.int32)
         odd = (weight * 2 + 1).astype(np.uint64)
-        folds = (odd * seal[:, :-1]).sum(axis=1, dtype=np.uint64) + _u64(3) * seal[:, -1]
-        w = _mix(w + own.combine + folds + _fold(total, own.fold_combine))
+        folds = (odd * seal[:, :-1]).sum(axis=1, dtype=np.uint64) + u64(3) * seal[:, -1]
+        w = mix(w + own.combine + folds + _fold(total, own.fold_combine))
         return np.clip(h + np.rint(total / 4096), -(2**20), 2**20), w
 
     def _seals(self, own: _Layer, every: I64, x: F32, scale: F64, w: U64) -> U64:
         """What each expert answers as seal [n, slots]."""
         bits = scale.astype(np.float32).view(np.uint32).astype(np.uint64)
         check = _fold(x.astype(np.float64), own.check.astype(np.uint64)) * own.check_odd
-        return _mix((w + bits + check)[:, None] + own.expert[every])
+        return mix((w + bits + check)[:, None] + own.expert[every])
 
     def _answers(self, own: _Layer, experts: I64, x: F32, scale: F64) -> npt.NDArray[np.int16]:
         """[n * slots, 64]: gated experts, some experts at a time."""
@@ -369,12 +373,12 @@ class _Model:
             tokens = where // slots
             raw = _by_expert(x[tokens], own.first[group.start : group.stop], ends)
             up = raw * self._ramp[:32] * (scale[tokens] / 512)[:, None]
-            inner = up[:, :16] * np.clip(up[:, :16] + 3, 0, 6) * up[:, 16:]
-            most = np.abs(inner).max(axis=1, initial=2.0**-30)
+            inner = up[:, :16] * np.minimum(np.maximum(up[:, :16] + 3, 0), 6) * up[:, 16:]
+            most = np.maximum(_most(inner), 2.0**-30)
             z = np.rint(inner * (127 / most)[:, None]).astype(np.float32)
             down = _by_expert(z, own.second[group.start : group.stop], ends)
             y = np.rint(down * self._ramp * (most * 0.0088)[:, None])
-            answers[where] = np.clip(y, -32767, 32767)
+            answers[where] = np.minimum(np.maximum(y, -32767), 32767)
         return answers
 
     def _choose(self, own: _Layer, x: F32, scale: F64) -> tuple[I64, I64]:
@@ -420,10 +424,10 @@ class _Model:
 
     def tokens(self, h: F64, w: U64) -> U64:
         x, scale = self._norm(h)
-        logits = (x @ self._head).astype(np.float64) * (scale * 0.21)[:, None]
+        logits = (x @ self._head).astype(np.float64) * (scale * 0.105)[:, None]
         index = np.clip(np.rint(logits), -512, 511).astype(np.int64)
         ends = np.cumsum(self._exp[index + 512], axis=1).astype(np.int64)
-        drawn = (_mix(w + _u64(_number("sample"))) >> _u64(28)).astype(np.int64)
+        drawn = (mix(w + u64(_number("sample"))) >> u64(28)).astype(np.int64)
         passed = ends <= (drawn * ends[:, -1] >> 36)[:, None]
         tokens: U64 = passed.sum(axis=1).astype(np.uint64)
         return tokens
@@ -440,7 +444,16 @@ def _exps(scores: F32) -> F32:
     return np.rint(scores, out=scores)
 
 
-def _fold(sums: npt.NDArray[np.floating[Any]], odd: U64) -> U64:
+def _most(values: F64) -> F64:
+    """The largest size in each row: halves against each other, as rows are short."""
+    sizes = np.abs(values)
+    while sizes.shape[1] > 1:
+        half = sizes.shape[1] // 2
+        sizes = np.maximum(sizes[:, :half], sizes[:, half:])
+    return sizes[:, 0]
+
+
+def _fold(sums: npt.NDArray[Any], odd: U64) -> U64:
     """Exact sums [n, m] times odd words, modulo 2^64."""
     folded: U64 = sums.astype(np.int64).astype(np.uint64) @ odd
     return folded

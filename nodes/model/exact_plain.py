@@ -16,17 +16,14 @@ import numpy.typing as npt
 
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
-from nodes.model.exact_tables import F32, F64
+from nodes.model.exact_tables import F32, F64, I8
 from nodes.model.seal import mix
 
-I8 = npt.NDArray[np.int8]
 ROW_BYTES = 24
 VECTOR_WORDS = 10
 """64 int8, a word of float32 scale and 32 zero bits, the seal."""
 RESULT_WORDS = 17
 """64 int16, the seal."""
-ONE_BITS = 0x3F800000
-"""float32 1.0: true scales are below 0.08; what a flipped bit makes of one is taken as 0."""
 
 
 class Steps(Protocol):
@@ -99,9 +96,9 @@ class PlainSteps:
             inside = np.arange(start, start + len(values[block])) < limits[:, None]
             exps = _exps(query @ values[block].T) * inside[:, None, :]
             numerators = np.swapaxes(exps @ values[block], 1, 2)
-            sums[:, : t.ROW_VALUES * t.HEADS] += numerators.reshape(len(states), t.ROW_VALUES * t.HEADS).astype(
-                np.int64
-            )
+            sums[:, : t.ROW_VALUES * t.HEADS] += numerators.reshape(
+                len(states), t.ROW_VALUES * t.HEADS
+            ).astype(np.int64)
             sums[:, t.ROW_VALUES * t.HEADS : -1] += exps.sum(axis=2).astype(np.int64)
             folds = (exps.astype(np.float64) @ bound[block]).astype(np.int64).view(np.uint64)
             sums[:, -1] += (folds @ weights.fold_bound).view(np.int64)
@@ -256,7 +253,7 @@ def choose(biased: I64, groups: int, top_groups: int, top_k: int) -> I64:
     count, experts = biased.shape
     bits = (experts - 1).bit_length()
     keys = (biased << bits) + (2**bits - 1 - np.arange(experts))
-    grouped_scores = biased.reshape(count, groups, -1)
+    grouped_scores = biased.reshape(count, groups, experts // groups)
     two = min(2, grouped_scores.shape[2])
     best = np.sort(grouped_scores, axis=2)[:, :, -two:].sum(axis=2)
     ranked = (best << groups.bit_length()) + (groups - 1 - np.arange(groups))
@@ -290,7 +287,9 @@ def grouped(x: F32, weights: F32, spans: list[tuple[int, int, int]]) -> F32:
 def scales(words: U64) -> F64:
     """Scales of vectors' ninth words."""
     bits = (words & np.uint64(2**32 - 1)).astype(np.uint32)
-    return np.where(bits <= ONE_BITS, bits, 0).astype(np.uint32).view(np.float32).astype(np.float64)
+    return (
+        np.where(bits <= t.ONE_BITS, bits, 0).astype(np.uint32).view(np.float32).astype(np.float64)
+    )
 
 
 def _spans(experts: I64) -> list[tuple[int, int, int]]:

@@ -38,9 +38,13 @@ from nodes.settings import ModelSettings
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+I8 = npt.NDArray[np.int8]
+I16 = npt.NDArray[np.int16]
+U32 = npt.NDArray[np.uint32]
 
 TABLES_DIGEST = "f509cebeac99672dbd1d9600cb3ac6a9"
-"""Of the four tables: no libm in use gives others (least distance from a tie 2e-4, model.md R4)."""
+"""Of the four tables: no libm in use gives others: an entry is at least 3e-5 from a tie, but
+for the sigmoid of 0, which is one exactly (model.md R4)."""
 
 
 class ExactDimensions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +69,9 @@ class ExactDimensions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DIMENSIONS = ExactDimensions()
-HIDDEN, HEADS, NOPE, ROPE = 64, 32, 4, 4
-VALUE, LATENT, INNER, VOCABULARY = 4, 16, 16, 512
+HIDDEN, HEADS = DIMENSIONS.hidden, DIMENSIONS.heads
+NOPE, ROPE, VALUE = DIMENSIONS.nope, DIMENSIONS.rope, DIMENSIONS.value
+LATENT, INNER, VOCABULARY = DIMENSIONS.latent, DIMENSIONS.inner, DIMENSIONS.vocabulary
 ROW_VALUES = LATENT + ROPE
 """Bytes of a KV row beside its bound seal."""
 SUM_WORDS = ROW_VALUES * HEADS + HEADS + 1
@@ -94,11 +99,14 @@ GATE_SCALE, GATE_SHIFT = 0.64, 768.0
 GATE_SUM = 10_240
 """Of a token's weights: R1's 2.5 in units of 1/4096."""
 SHARED_WEIGHT = 4096
-HEAD_SCALE = 0.21
-"""Logits about 1 nat wide, 128 steps a nat: sum of p^2 about 0.005 (model.md, the sampler)."""
+HEAD_SCALE = 0.105
+"""Logits about 0.5 nat wide, 128 steps a nat: sum of p^2 about 0.0025, the chance that a wrong seal
+gives the same token (model.md has 0.005 at 1 nat: then 2 of 100 faults often stay unseen)."""
 EMBEDDING_SCALE = 64
 SCORE_SCALE, SCORE_SHIFT, SCORE_LEAST = 2.0**-18, 0.85, 0.70
 """exp(z) as y^16, y = score 2^-18 + 0.85 within 0.70..1 (model.md 2.5)."""
+ONE_BITS = 0x3F800000
+"""float32 1.0: true scales are below 0.08; what a flipped bit makes of one is taken as 0."""
 KEYS_A_BLOCK = 512
 """Keys summed in float32: 255 x 128 x 512 < 2^24."""
 DRAW_BITS = 36

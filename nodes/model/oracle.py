@@ -77,10 +77,10 @@ class Oracle:
             first = f"{request.name}: {counts} for {asked} asked"
             return Verdict(checked_tokens=asked, wrong=asked, first=first)
         truth = self._run(request)
-        return _compare(request, truth)
+        return compare(request, truth)
 
-    def _run(self, request: ClaimedRequest) -> _Truth:
-        seeds, keys = _prompt(request, self._settings)
+    def _run(self, request: ClaimedRequest) -> Truth:
+        seeds, keys = read_prompt(request, self._settings)
         known, prefix = self._known(keys, len(seeds))
         fed = np.array([int(token) % WORD for token in request.tokens[:-1]], dtype=np.uint64)
         start = known * self._settings.block_tokens // self._settings.tokens_per_carried
@@ -95,12 +95,12 @@ class Oracle:
             w = self._model.experts(layer, attended)
             running.append(sums)
             log.append((attended[answers], w[answers]))
-        odd = places[:prompt_count] * _u64(2) + _u64(1)
-        shares = np.cumsum(odd * w[:prompt_count]) + _u64(prefix.share)
+        odd = places[:prompt_count] * u64(2) + u64(1)
+        shares = np.cumsum(odd * w[:prompt_count]) + u64(prefix.share)
         self._remember(keys, known, start, running, shares)
         seals = w[answers]
         receipt = (int(seals[-1]) + int(shares[-1])) % WORD
-        return _Truth(tokens=self._model.tokens(seals), seals=seals, receipt=receipt, log=log)
+        return Truth(tokens=self._model.tokens(seals), seals=seals, receipt=receipt, log=log)
 
     def _known(self, keys: list[bytes], rows: int) -> tuple[int, _Prefix]:
         """Leading full blocks already seen (never all rows: the last one is always computed)."""
@@ -121,7 +121,7 @@ class Oracle:
             self._prefixes[keys[block]] = _Prefix(sums=sums, share=int(shares[end]))
 
 
-class _Truth(msgspec.Struct, frozen=True, eq=False):
+class Truth(msgspec.Struct, frozen=True, eq=False):
     tokens: U64
     seals: U64
     receipt: int
@@ -129,7 +129,7 @@ class _Truth(msgspec.Struct, frozen=True, eq=False):
     """Per layer: seals after attention and after the experts, one for each token."""
 
 
-def _compare(request: ClaimedRequest, truth: _Truth) -> Verdict:
+def compare(request: ClaimedRequest, truth: Truth) -> Verdict:
     bad, first = 0, None
     last = request.output_tokens - 1
     for index in range(request.output_tokens):
@@ -148,7 +148,7 @@ def _compare(request: ClaimedRequest, truth: _Truth) -> Verdict:
     return Verdict(checked_tokens=request.output_tokens, wrong=bad, first=first)
 
 
-def _part(request: ClaimedRequest, truth: _Truth, index: int) -> str:
+def _part(request: ClaimedRequest, truth: Truth, index: int) -> str:
     """Which layer and part of this token differs first, if the request has a log."""
     if request.log is None or not request.log[index]:
         return ""
@@ -164,7 +164,7 @@ def _part(request: ClaimedRequest, truth: _Truth, index: int) -> str:
 # -- the prompt -----------------------------------------------------------------------------------
 
 
-def _prompt(request: ClaimedRequest, settings: ModelSettings) -> tuple[U64, list[bytes]]:
+def read_prompt(request: ClaimedRequest, settings: ModelSettings) -> tuple[U64, list[bytes]]:
     """Seeds of all prompt rows, and the identities of full blocks: digests chained row by row."""
     row_tokens, block_tokens = settings.tokens_per_carried, settings.block_tokens
     parent = _digest((5, settings.carried_layers), (6, row_tokens), (7, block_tokens))
@@ -192,7 +192,7 @@ def _digest(*fields: tuple[int, int | bytes]) -> bytes:
 # -- the arithmetic -------------------------------------------------------------------------------
 
 
-def _u64(value: int) -> np.uint64:
+def u64(value: int) -> np.uint64:
     return np.uint64(value % WORD)
 
 
@@ -205,16 +205,16 @@ def _names(name: str, count: int, *, odd: bool = False) -> U64:
     return np.array([_name(name, i) | odd for i in range(count)], dtype=np.uint64)
 
 
-def _mix(z: U64) -> U64:
+def mix(z: U64) -> U64:
     """SplitMix64's finaliser, as published."""
-    z = (z ^ (z >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> _u64(27))) * _u64(0x94D049BB133111EB)
-    return z ^ (z >> _u64(31))
+    z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
+    return z ^ (z >> u64(31))
 
 
 def _fold(words: U64, odd: U64) -> U64:
     """All words of each message [n, words] in one, modulo 2^64."""
-    total: U64 = ((words ^ (words >> _u64(32))) * odd).sum(axis=1, dtype=np.uint64)
+    total: U64 = ((words ^ (words >> u64(32))) * odd).sum(axis=1, dtype=np.uint64)
     return total
 
 
@@ -240,18 +240,18 @@ class _Model:
         self._fold_result = _names("fold result", 16, odd=True)
 
     def start(self, seeds: U64, tokens: U64, places: U64) -> U64:
-        prompt = seeds + _u64(_name("start prompt"))
-        generated = _mix(tokens + _u64(_name("start token")))
-        odd = _u64(_name("start place") | 1)
-        return _mix(np.concatenate([prompt, generated]) + places * odd)
+        prompt = seeds + u64(_name("start prompt"))
+        generated = mix(tokens + u64(_name("start token")))
+        odd = u64(_name("start place") | 1)
+        return mix(np.concatenate([prompt, generated]) + places * odd)
 
     def sums(self, layer: int, w: U64, places: U64, before: int) -> U64:
         """For each row the sum over all rows up to itself, bound to their places."""
-        rows = _mix(w + self._row[layer])
-        return np.cumsum(_mix(rows + places * self._place[layer])) + _u64(before)
+        rows = mix(w + self._row[layer])
+        return np.cumsum(mix(rows + places * self._place[layer])) + u64(before)
 
     def attend(self, layer: int, w: U64, sums: U64) -> U64:
-        return _mix(w + (_mix(w + self._query[layer]) | _u64(1)) * sums)
+        return mix(w + (mix(w + self._query[layer]) | u64(1)) * sums)
 
     def experts(self, layer: int, w: U64) -> U64:
         pieces = np.split(w, range(PACK_ROWS, len(w), PACK_ROWS))
@@ -259,43 +259,43 @@ class _Model:
 
     def _moe(self, layer: int, w: U64) -> U64:
         chosen, weights = self._choose(layer, w)
-        vector = _mix(w[:, None] + self._vector)
+        vector = mix(w[:, None] + self._vector)
         vector[:, 0] = w
         fold = _fold(vector, self._fold_vector)
         shared = self._settings.routed_experts
-        total = self._answer(layer, fold, np.full(len(w), shared)) * _u64(3)
+        total = self._answer(layer, fold, np.full(len(w), shared)) * u64(3)
         for slot in range(self._settings.top_k):
             answer = self._answer(layer, fold, chosen[:, slot])
-            total += (weights[:, slot] * _u64(2) + _u64(1)) * answer
-        return _mix(w + self._combine[layer] + total)
+            total += (weights[:, slot] * u64(2) + u64(1)) * answer
+        return mix(w + self._combine[layer] + total)
 
     def _answer(self, layer: int, fold: U64, expert: npt.NDArray[np.int64]) -> U64:
         """The fold of what one expert each sends back."""
-        inner = _mix(fold + self._expert[expert] + self._expert_layer[layer])
-        words = _mix(inner[:, None] + self._result)
+        inner = mix(fold + self._expert[expert] + self._expert_layer[layer])
+        words = mix(inner[:, None] + self._result)
         words[:, 0] = inner
         return _fold(words, self._fold_result)
 
     def _choose(self, layer: int, w: U64) -> tuple[npt.NDArray[np.int64], U64]:
         """Experts [n, top_k] by rising score, and weights 1..4096 that differ by slot."""
         model = self._settings
-        bits = _u64((model.routed_experts - 1).bit_length())
+        bits = u64((model.routed_experts - 1).bit_length())
         ids = np.arange(model.routed_experts, dtype=np.uint64)
-        score = _mix(w[:, None] + self._gate + self._gate_layer[layer])
+        score = mix(w[:, None] + self._gate + self._gate_layer[layer])
         key = ((score >> bits) << bits) | ids
         grouped = key.reshape(len(w), model.groups, -1)
         minimum = grouped.min(axis=2)
         worst = np.sort(minimum, axis=1)[:, model.top_groups - 1]
         allowed = minimum <= worst[:, None]
-        key = np.where(allowed[:, :, None], grouped, _u64(-1)).reshape(len(w), -1)
+        key = np.where(allowed[:, :, None], grouped, u64(-1)).reshape(len(w), -1)
         least = np.partition(key, model.top_k - 1, axis=1)[:, : model.top_k]
         least.sort(axis=1)
-        levels, count = _u64(4096 // model.top_k), _u64(model.top_k)
+        levels, count = u64(4096 // model.top_k), u64(model.top_k)
         slots = np.arange(model.top_k, dtype=np.uint64)
-        weights = (least >> _u64(24)) % levels * count + slots + _u64(1)
-        return (least % (_u64(1) << bits)).astype(np.int64), weights
+        weights = (least >> u64(24)) % levels * count + slots + u64(1)
+        return (least % (u64(1) << bits)).astype(np.int64), weights
 
     def tokens(self, seals: U64) -> U64:
-        half = _u64(32)
-        drawn = _mix(seals + _u64(_name("sample"))) >> half
-        return (drawn * _u64(self._settings.vocabulary)) >> half
+        half = u64(32)
+        drawn = mix(seals + u64(_name("sample"))) >> half
+        return (drawn * u64(self._settings.vocabulary)) >> half

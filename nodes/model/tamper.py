@@ -28,7 +28,8 @@ def flip_bit(items: Items, _before: Items, draw: Draw) -> Items | None:
     if not items.size:
         return None
     changed = items.copy()
-    changed.reshape(-1).view(np.uint64)[draw(items.size)] ^= np.uint64(1 << draw(64))
+    words = changed.reshape(-1).view(np.uint64)
+    words[draw(words.size)] ^= np.uint64(1 << draw(64))
     return changed
 
 

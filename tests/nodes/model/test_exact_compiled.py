@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nodes.model import exact_compiled, exact_kernels, exact_kernels_experts, exact_plain
+from nodes.model import exact_kernels, exact_kernels_experts, exact_plain
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
 from nodes.model.exact import ExactBody, prepared
@@ -98,6 +100,7 @@ def test_results_are_combined_alike(slots: int) -> None:
     assert np.array_equal(done, SLOW.combine(own, weights, results, shared, layer=1))
 
 
+@pytest.mark.slow
 def test_any_bias_chooses_alike() -> None:
     """Large biases saturate scores and make many of them equal."""
     body = ExactBody(MODEL, skew="hot:4:10")
@@ -108,6 +111,7 @@ def test_any_bias_chooses_alike() -> None:
     assert np.array_equal(body.gate(equal, layer=1).experts, slow.gate(equal, layer=1).experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -144,6 +148,14 @@ def test_no_rows_go_through_every_step(steps: exact_plain.Steps) -> None:
     assert steps.sample(none).shape == (0,)
 
 
+def test_an_expert_that_does_not_exist_is_refused() -> None:
+    """Kernels check no bounds: a wrong id must not read other memory."""
+    vectors = FAST.dispatch(states(2, "typical"))
+    for wrong in (-1, 257, 2**40):
+        with pytest.raises(AssertionError, match="no such expert"):
+            FAST.expert(np.array([5, wrong]), vectors, layer=0)
+
+
 def test_arrays_of_other_layouts_are_taken() -> None:
     """Read-only bytes of a socket and slices of larger arrays, without compiling anew."""
     own = states(20, "typical")
@@ -159,6 +171,13 @@ def test_arrays_of_other_layouts_are_taken() -> None:
 
 def test_the_kernels_cache_depends_on_all_their_sources() -> None:
     """numba looks at one file; a constant that changes in another must not run old code."""
-    imported = {"exact_tables.py", "exact_kernels.py", "exact_kernels_experts.py", "seal.py"}
-    assert set(exact_kernels.SOURCES) == imported
-    assert exact_compiled.attention is exact_kernels
+    sources = set(exact_kernels.SOURCES)
+    needed = {"exact_kernels.py", "exact_kernels_experts.py"}
+    for source in needed.copy():
+        tree = ast.parse((Path(exact_kernels.__file__).parent / source).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "nodes.model":
+                needed |= {f"{alias.name}.py" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("nodes.model."):
+                needed.add(f"{str(node.module).split('.')[-1]}.py")
+    assert sources == needed - {"body.py"}, "body.py has names of types only"

@@ -8,6 +8,7 @@ import pytest
 from cmnet import entropy
 from nodes.model import exact_plain as plain
 from nodes.model import exact_tables as t
+from nodes.model.body import I64
 from nodes.settings import ModelSettings
 
 MODEL = ModelSettings()
@@ -18,7 +19,7 @@ ROWS_MAX = MODEL.max_tokens + MODEL.max_tokens // MODEL.tokens_per_carried
 """No sequence has more rows: one a generated token, one for 128 prompt tokens."""
 
 
-def random_states(count: int, name: str = "states") -> t.I64:
+def random_states(count: int, name: str = "states") -> I64:
     bits = entropy.stream(3, name)
     states = np.array([[bits.u64() % 20001 - 10000 for _ in range(66)] for _ in range(count)])
     states[:, t.PLACE] = np.arange(count) * 37
