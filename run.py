@@ -11,12 +11,42 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parent
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 NEEDED = ("typer", "rich", "msgspec", "yaml", "numpy", "uvloop", "xxhash", "lmdb")
+
+
+def _end_at_once(_: int, __: FrameType | None) -> None:
+    """Ctrl-C while the program is still being loaded."""
+    os.write(2, b"interrupted before the run began\n")
+    os._exit(1)
+
+
+def _open_standard_streams() -> None:
+    """A closed 0, 1 or 2 would be given to the next socket; text that a stream cannot show is escaped."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (lives as long as the process)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end_at_once)
+    _open_standard_streams()
+    sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
 for _name in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM"):
     os.environ.setdefault(f"{_name}_NUM_THREADS", "1")  # read when numpy is first imported
@@ -46,7 +76,16 @@ from typer.exceptions import TyperException  # noqa: E402
 
 from cmnet.errors import CmnetError, InputError  # noqa: E402
 
-TOPOLOGY = os.path.join("" if Path.cwd() == ROOT else ROOT, "topologies/cloudmatrix384.yaml")
+
+def _default_topology() -> str:
+    try:
+        here = Path.cwd() == ROOT
+    except FileNotFoundError:  # a working directory that was deleted
+        here = False
+    return os.path.join("" if here else ROOT, "topologies/cloudmatrix384.yaml")
+
+
+TOPOLOGY = _default_topology()
 NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
 INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt; a run itself takes the signal and ends with a report."""
@@ -224,8 +263,8 @@ def main(arguments: list[str]) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["serve", *arguments]
     _arguments[:] = arguments
-    _first_line(arguments)
     try:
+        _first_line(arguments)
         status = app(arguments, prog_name="run.py", standalone_mode=False)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -236,6 +275,9 @@ def main(arguments: list[str]) -> int:
     except CmnetError as error:
         print(f"error: {error.code}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status == INTERRUPTED:
@@ -244,5 +286,18 @@ def main(arguments: list[str]) -> int:
     return int(status or 0)
 
 
+def _say_all() -> int:
+    """Flush stdout; 1 if what was printed could not be written (a full disk, a closed pipe)."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _status = main(sys.argv[1:])
+    raise SystemExit(_say_all() or _status)

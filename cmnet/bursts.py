@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING
 
 from cmnet.errors import FrameError
 from cmnet.messages import (
+    SEQUENCE_MAX,
+    Arrival,
     EgressPort,
     Part,
+    PartCopy,
     Payload,
     Row,
     Started,
@@ -38,6 +41,10 @@ Item = tuple[int, int, Payload]
 
 ROW = struct.Struct("<qqQQIIQ")
 """A ``Row`` on the wire."""
+
+COPY = SEQUENCE_MAX + 1
+"""Set in the sequence of a row that doubles the one before it: it takes its time at the ingress and
+carries no data, since the link layer refuses it."""
 
 SLICE_MESSAGES_MAX = 8192
 SLICE_DATA_BYTES_MAX = 1 << 27
@@ -57,6 +64,10 @@ class Bundle:
         self.items = items
         """(target device, data, delivered_ps)"""
         self.window = window
+
+
+Handler = Callable[[Arrival], None] | Callable[[Bundle], None]
+"""Of a kind: its messages are sent one by one, or in bursts."""
 
 
 class Burst:
@@ -186,7 +197,8 @@ def _leave(
 def _leave_judged(
     fabric: Fabric, port: EgressPort, burst: Burst, shares: dict[int | None, _Share]
 ) -> None:
-    """Rules are in force: each message has its verdict, at the slice's start."""
+    """Rules are in force: each message has its verdict, at the slice's start. What they drop is no
+    failure of its route, on which fences look: ``lost`` tells the program at once."""
     server = port.server
     start_ps = fabric.loop.now_ps
     end_ps = start_ps + fabric.machine.bundle_slice_ps
@@ -202,19 +214,20 @@ def _leave_judged(
         first_ps = start_ps + delay_ps
         last_ps = server.serve(start_ps, charged_bytes, rate_bps) + delay_ps
         if outcome.drop:
-            route.failures += 1
             fabric.dropped(route, burst.kind)
             lost.append(index)
         else:
             route.first_ps = max(route.first_ps, first_ps)
             share = shares.setdefault(route.peer, _Share())
             data = flip_a_bit(data) if outcome.corrupt else data
+            copy = 0
             for _ in range(outcome.copies):
-                sequence = fabric.next_sequence(burst.source)
+                sequence = fabric.next_sequence(burst.source) | copy
                 share.data.append(data)
                 share.rows.append(
                     (first_ps, last_ps, charged_bytes, rate_bps, target, len(data), sequence)
                 )
+                copy, data = COPY, b""
         burst.index = index + 1
         start_ps = server.free_ps
         if start_ps >= end_ps:
@@ -309,7 +322,7 @@ def _accept(
     port_of = fabric.ingress_port
     for row, datum in zip(rows, data):
         port = port_of(plane, row[4])
-        part = Part(row, source, window, datum, port)
+        part = (Part if row[6] < COPY else PartCopy)(row, source, window, datum, port)
         parts.append(part)
         port.add(part)
     arriving.at_ps = max([row[1] for row in rows])
@@ -333,7 +346,7 @@ def deliver(fabric: Fabric, arriving: _ArrivingBundle) -> None:
         for part in parts:
             if part.delivered_ps < 0:
                 part.port.settle(now_ps)
-        arriving.at_ps = max([part.delivered_ps for part in parts])
+        arriving.at_ps = max([part.delivered_ps for part in parts if not part.flags])
         if arriving.at_ps > now_ps:
             _ask(fabric, arriving)
             return
@@ -346,5 +359,5 @@ def deliver(fabric: Fabric, arriving: _ArrivingBundle) -> None:
         kind,
         sorted([(p.delivered_ps, p.sequence, p.target, p.charged_bytes) for p in parts]),
     )
-    items = [(part.target, part.data, part.delivered_ps) for part in parts]
+    items = [(part.target, part.data, part.delivered_ps) for part in parts if not part.flags]
     fabric.handler(kind)(Bundle(source, arriving.head, items, arriving.window))

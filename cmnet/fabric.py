@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from cmnet import bursts
+from cmnet import bursts, deaths
 from cmnet.errors import CausalityError, FrameError
 from cmnet.link.reach import FrameFacts
-from cmnet.link.rules import Outcome, Rules
+from cmnet.link.rules import PASS, Outcome, Rules
 from cmnet.messages import (
     NO_FENCE,
     Arrival,
@@ -70,7 +70,8 @@ class Fabric:
         self.sends: dict[int, list[int]] = {}
         self.statistics_of = [PlaneStatistics() for _ in Plane]
         self.carry = carry
-        self._handlers: dict[int, Callable[[Arrival], None]] = {}
+        self._handlers: dict[int, Callable[[Any], None]] = {}
+        self._forgotten: list[deaths.Forgotten] = []
         self._egress: dict[int, EgressPort] = {}
         self._ingress: dict[int, IngressPort] = {}
         self._routes: dict[tuple[int, int, int, int], Route] = {}
@@ -82,7 +83,7 @@ class Fabric:
 
     # --- what planes use --------------------------------------------------------------------------
 
-    def bind(self, kind: int, handler: Callable[[Arrival], None]) -> None:
+    def bind(self, kind: int, handler: bursts.Handler) -> None:
         """Messages of this kind go to ``handler`` at their delivery. A kind is bound once."""
         assert kind not in self._handlers and 0 < kind < 256, kind
         self._handlers[kind] = handler
@@ -142,9 +143,10 @@ class Fabric:
         ``rate_bps`` 0 means the path's. Whoever may send more than one collective awaits ``room``;
         whoever waits for ``started`` (a flow with its one chunk in the port) need not and counts
         nothing there. A message with a ``fence`` arrives after all that left before it on its route,
-        whatever rules delay, and is withdrawn if more than ``fence`` of those were dropped. A
-        ``quiet`` one (a chunk in the midst of a bulk message) is no event at its target: it is handed
-        over, with its own delivery, just before the next message there that is not quiet.
+        whatever rules delay, and is withdrawn if more than ``fence`` of those were dropped (but for a
+        burst's, whose ``lost`` tells at once). A ``quiet`` one (a chunk in the midst of a bulk message)
+        is no event at its target: it is handed over, with its own delivery, just before the next
+        message there that is not quiet.
         """
         rate_bps = rate_bps or route.path.rate_bps
         message = Outgoing(
@@ -195,11 +197,12 @@ class Fabric:
     def signal(self, route: Route, kind: int, *, delay_ps: int, body: bytes = b"") -> None:
         """A message of no bytes that passes no port: known at the target ``delay_ps`` from now.
 
-        For completions, whose cost is part of the measured latency. Rules can drop it.
+        For completions, whose cost is part of the measured latency. Rules can drop it; a corrupt one
+        is lost as well (its frame has a checksum), and a copy of one is nothing.
         """
         assert delay_ps >= route.path.propagation_ps, "a signal is not faster than its path"
         outcome = self.judge(route)
-        if outcome.drop:
+        if outcome.drop or outcome.corrupt:
             self.dropped(route, kind)
             return
         at_ps = self.loop.now_ps + delay_ps + outcome.delay_ps
@@ -248,21 +251,21 @@ class Fabric:
                 return
 
     def _start(self, port: EgressPort, message: Outgoing) -> None:
-        route = message.route
-        rate_bps = message.rate_bps
+        route, kind = message.route, message.kind
+        charged_bytes, rate_bps = message.charged_bytes, message.rate_bps
         if route.failures > message.fence:
-            self.dropped(route, message.kind)
+            self.dropped(route, kind)
             if message.started is not None:
                 message.started(False)
             return
         now_ps = self.loop.now_ps
-        outcome = _PASS if self.rules.idle(now_ps) else self.judge(route)
+        outcome = PASS if self.rules.idle(now_ps) else self.judge(route)
         if outcome.rate_num != outcome.rate_den:
             rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
-        finish_ps = port.server.serve(now_ps, message.charged_bytes, rate_bps)
+        finish_ps = port.server.serve(now_ps, charged_bytes, rate_bps)
         if outcome.drop:
             route.failures += 1
-            self.dropped(route, message.kind)
+            self.dropped(route, kind)
         else:
             delay_ps = route.path.propagation_ps + outcome.delay_ps
             first_ps = now_ps + delay_ps
@@ -277,14 +280,7 @@ class Fabric:
                 payload, flags = flip_a_bit(payload), flags | frames.FLAG_CORRUPT
             for _ in range(outcome.copies):
                 self._emit(
-                    route,
-                    message.kind,
-                    flags,
-                    times_ps,
-                    message.body,
-                    payload,
-                    message.charged_bytes,
-                    rate_bps,
+                    route, kind, flags, times_ps, message.body, payload, charged_bytes, rate_bps
                 )
                 flags |= frames.FLAG_COPY
         if message.started is not None:
@@ -293,7 +289,7 @@ class Fabric:
     def judge(self, route: Route) -> Outcome:
         now_ps = self.loop.now_ps
         if self.rules.idle(now_ps):
-            return _PASS
+            return PASS
         outcome = self.rules.judge(route.facts, now_ps)
         if route.plane == Plane.UB and (outcome.drop or outcome.corrupt):
             return self._retry(route, outcome)
@@ -474,20 +470,27 @@ class Fabric:
         return handler
 
     def forget(self, peer: int, window: int) -> None:
-        """A peer died: its frames of this window and later never happened (design 1.8)."""
+        """A peer died: its frames of this window and later never happened (design 1.8). Who asked
+        with ``on_forgotten`` is told which of its single messages still come."""
+        devices = {one.device_id for one in self.machine.devices if one.process == peer}
+        coming = deaths.forget(
+            self.loop.agenda,
+            self._ingress.values(),
+            devices=devices,
+            window=window,
+            deliver=self._deliver,
+            deliver_bundle=self.deliver_bundle,
+        )
+        for tell in self._forgotten:
+            tell(devices, coming)
 
-        def unwanted(item: Any) -> bool:
-            return bool(item.window >= window and self._process_of[item.source] == peer)
-
-        for port in self._ingress.values():
-            port.discard(unwanted)
-        arriving = (self._deliver, self.deliver_bundle)
-        self.loop.agenda.discard(lambda event: event[4] in arriving and unwanted(event[5]))
+    def on_forgotten(self, tell: deaths.Forgotten) -> None:
+        """Call this when a peer has died."""
+        self._forgotten.append(tell)
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by plane name."""
         return {plane.name: self.statistics_of[plane].as_dict() for plane in Plane}
 
 
-_PASS = Outcome()
 _PLANES_COUNT = len(Plane)

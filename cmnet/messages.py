@@ -15,7 +15,7 @@ from typing import Any
 from cmnet.link.port import Server
 from cmnet.link.reach import FrameFacts
 from cmnet.topology.machine import Path
-from cmnet.wire.frames import FLAG_QUIET
+from cmnet.wire.frames import FLAG_COPY, FLAG_QUIET
 
 Payload = bytes | bytearray | memoryview
 
@@ -71,6 +71,10 @@ Row = tuple[int, int, int, int, int, int, int]
 sequence."""
 
 
+SEQUENCE_MAX = (1 << 63) - 1
+"""The bit above it says in a row that it is a copy."""
+
+
 class Part:
     """One message of a bundle on its way to a device of this process."""
 
@@ -107,6 +111,20 @@ class Part:
         self.data = data
         self.port = port
         self.delivered_ps = -1
+
+
+class PartCopy(Part):
+    """A rule doubled the part before it: it is delivered there and handed to nobody."""
+
+    flags = FLAG_COPY
+
+    __slots__ = ()
+
+    def __init__(
+        self, row: Row, source: int, window: int, data: Payload, port: IngressPort
+    ) -> None:
+        super().__init__(row, source, window, data, port)
+        self.sequence &= SEQUENCE_MAX
 
 
 class EgressPort:
@@ -176,6 +194,12 @@ class IngressPort:
             if arrival.flags & FLAG_QUIET:
                 self.quiet.append(arrival)  # type: ignore[arg-type]  # a part is never quiet
 
+    def quiet_ones(self) -> list[Arrival]:
+        """What is here and no event: settled or not, and not handed over."""
+        unsettled = [entry[3] for entry in self.arrivals]
+        quiet = [one for one in unsettled if isinstance(one, Arrival) and one.flags & FLAG_QUIET]
+        return [*self.quiet, *quiet]
+
     def discard(self, unwanted: Callable[[Arrival | Part], bool]) -> None:
         """Forget every arrival that matches."""
         kept = [entry for entry in self.arrivals if not unwanted(entry[3])]
@@ -213,7 +237,7 @@ class Route:
         self.first_ps = 0
         """The latest first byte of all that left."""
         self.failures = 0
-        """Messages that a rule dropped at their egress."""
+        """Messages sent one by one that a rule dropped at their egress."""
 
 
 NO_FENCE = 1 << 62

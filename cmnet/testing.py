@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cmnet import entropy
 from cmnet.chaos import plan as plans
 from cmnet.errors import DeadlockError, StallError
 from cmnet.fabric import Fabric
@@ -24,18 +23,16 @@ from cmnet.launch.run import NodeFault, RunResult, Settings, make_run_folder
 from cmnet.launch.supervisor import Supervisor
 from cmnet.link.effects import Effect
 from cmnet.link.reach import Where
-from cmnet.link.rules import Rule, Rules, Switches
+from cmnet.link.rules import Rule, make_rules
 from cmnet.messages import Payload
 from cmnet.record.digest import Digest, fold
 from cmnet.topology.machine import Machine
-from cmnet.units import NEVER_PS, PS_PER_S, format_ps
+from cmnet.units import NEVER_PS, format_ps
 from cmnet.vtime.loop import VirtualLoop
+from cmnet.vtime.stall import STALL_PS, Stall
 from cmnet.wire import frames
 
 EVERYWHERE = Where()
-
-STALL_PS = 600 * PS_PER_S
-"""Design 1.7, as in the supervisor."""
 
 
 class _LocalAgent:
@@ -46,7 +43,7 @@ class _LocalAgent:
         self.loop = machine.loop
         self.assignment = assignment
         self.marked_at_ps = 0
-        self.outstanding = 0
+        self._outstanding = 0
         self._finished_at_ps = NEVER_PS
         self._local = machine
         self.fabric = Fabric(
@@ -55,7 +52,9 @@ class _LocalAgent:
             process=process,
             incarnation=0,
             digest=Digest(),
-            rules=machine.make_rules(process),
+            rules=make_rules(
+                machine.machine, seed=machine.seed, process=process, rules=machine.rules
+            ),
             carry=machine.carry,
         )
         self.fabric.window = 1
@@ -68,6 +67,15 @@ class _LocalAgent:
     def finished_at_ps(self, at_ps: int) -> None:
         self._finished_at_ps = at_ps
         self._local.finished.set()
+
+    @property
+    def outstanding(self) -> int:
+        return self._outstanding
+
+    @outstanding.setter
+    def outstanding(self, pieces: int) -> None:
+        change, self._outstanding = pieces - self._outstanding, pieces
+        self._local.outstanding_changed(change)
 
     def fail(self, error: BaseException) -> None:
         """A task of a program raised."""
@@ -93,6 +101,9 @@ class LocalMachine:
         self.rules = rules
         self.loop = VirtualLoop(origin_ps=origin_ps)
         self.finished = asyncio.Event()
+        self.outstanding = 0
+        self._busy = asyncio.Event()
+        self._stall = Stall()
         self.failure: BaseException | None = None
         self._injected = 0
         self._folder = folder
@@ -123,19 +134,6 @@ class LocalMachine:
         )
         return _LocalAgent(self, process, assignment)
 
-    def make_rules(self, process: int) -> Rules:
-        """The rule table of one process."""
-        rules = Rules(
-            lambda name: entropy.stream(self.seed, f"process {process}.{name}"),
-            switches=Switches(
-                subplanes=self.machine.subplanes,
-                chips_per_subplane=self.machine.l2_chips_per_subplane,
-            ),
-        )
-        for rule in self.rules:
-            rules.add(rule)
-        return rules
-
     def carry(self, peer: int, plane: int, head: bytes, body: bytes, payload: Payload) -> None:
         """The carrier: bytes go through the header's layout, as on a socket."""
         header = frames.HEADER.unpack(head)
@@ -144,7 +142,8 @@ class LocalMachine:
     def run(self, program: agent.Program) -> str:
         """Run the program on every process until one finishes; returns the digest of all.
 
-        Raises what a program raises, and DeadlockError when nothing happens any more.
+        Raises what a program raises; DeadlockError or StallError when work is outstanding and
+        nothing happens any more, or nothing is achieved.
         """
 
         async def main() -> None:
@@ -160,8 +159,7 @@ class LocalMachine:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(main())
         except* DeadlockError:
-            outstanding = sum(one.outstanding for one in self._agents)
-            if outstanding:
+            if self.outstanding:
                 raise
         except* BaseException:
             print(how_to_see_again(self.seed, str(self._folder)))
@@ -187,13 +185,32 @@ class LocalMachine:
             for context in self.contexts:
                 context.fabric.rules.remove(rule_id)
 
+    def outstanding_changed(self, change: int) -> None:
+        """A program took work on or has done some."""
+        self.outstanding += change
+        self._stalled()
+        if self.outstanding:
+            self._busy.set()
+        else:
+            self._busy.clear()
+
+    def _stalled(self) -> bool:
+        return self._stall.due(
+            self.loop.now_ps,
+            outstanding=self.outstanding,
+            marked_ps=lambda: max(one.marked_at_ps for one in self._agents),
+        )
+
     async def _watch(self) -> None:
-        """The stall watchdog of the supervisor, in one process."""
+        """The supervisor's watchdog, in one process. It waits while there is nothing to watch, so
+        that a loop without any event is seen to be that."""
         while True:
-            await self.loop.sleep_ps(STALL_PS)
-            marked_ps = max(one.marked_at_ps for one in self._agents)
-            if self.loop.now_ps - marked_ps >= STALL_PS:
+            await self._busy.wait()
+            if self._stalled():
+                if self.loop.next_at_ps() == NEVER_PS:
+                    raise DeadlockError(f"{self.outstanding} pieces of work are outstanding")
                 raise StallError(f"nothing was achieved for {format_ps(STALL_PS)}")
+            await self.loop.sleep_until_ps(self._stall.since_ps + STALL_PS + 1)
 
     async def _one(self, program: agent.Program, context: agent.Context) -> None:
         await program(context)

@@ -18,7 +18,7 @@ from cmnet.messages import Payload
 from planes.rdma import Rdma, Received
 from planes.ub import Message, Ub
 from planes.vpc import Vpc
-from planes.vpc_transport import VpcTransport
+from planes.vpc_transport import BYTES_HIGH, VpcTransport
 
 OnMessage = Callable[[int, int, bytes, bytes], None]
 """(source device, target device, body, payload)"""
@@ -26,6 +26,8 @@ OnMessage = Callable[[int, int, bytes, bytes], None]
 MAILBOX = 1
 """Of every die and CPU, on UB."""
 VPC_PORT = 7000
+WAITING_BYTES_MAX = 1024 * 1024
+"""Of messages to one peer, beyond what its transport took: hundreds of the largest (assumed)."""
 
 _LENGTH = struct.Struct("<I")
 _LENGTHS = struct.Struct("<II")
@@ -120,33 +122,107 @@ class _Inbound(asyncio.Protocol):
             self._carrier.arrived(self._source, body, payload)
 
 
-class _Outbound(asyncio.Protocol):
-    """Our stream to a peer. What waits when it breaks is lost."""
+class _Stream(asyncio.Protocol):
+    """Our stream to a peer: what waits for it, and what is not known to have arrived."""
 
-    def __init__(self, carrier: VpcCarrier, peer: int, transport: VpcTransport) -> None:
-        self._carrier = carrier
-        self._peer = peer
-        self._transport = transport
+    def __init__(self, hello: bytes, broke: Callable[[_Stream], None]) -> None:
+        self._broke = broke
+        self._hello = hello
+        self._paused = True
+        """Until it is open; then as the transport says."""
+        self._written_bytes = 0
+        self._unknown: deque[tuple[int, bytes]] = deque()
+        """(where it ends in the stream, body) of what was written, until acknowledged."""
+        self._waiting: deque[tuple[bytes, bytes]] = deque()
+        """(body, all of it) of what is not written yet."""
+        self.waiting_bytes = 0
+        self.transport: VpcTransport | None = None
+
+    def send(self, body: bytes, data: bytes) -> bool:
+        """Write or wait; False where too much waits already."""
+        if self.waiting_bytes and self.waiting_bytes + len(data) > WAITING_BYTES_MAX:
+            return False
+        self._waiting.append((body, data))
+        self.waiting_bytes += len(data)
+        self._write()
+        return True
+
+    def open(self, transport: VpcTransport) -> None:
+        self.transport = transport
+        transport.attach(self)
+        self._paused = False
+        self._write()
+
+    def _write(self) -> None:
+        """All that the transport takes, so much at a time that a chunk is full."""
+        if self.transport is None:
+            return
+        self._forget_arrived(self.transport)
+        while self._waiting and not self._paused:
+            parts, size = [self._hello], len(self._hello)
+            self._hello = b""
+            while self._waiting and size < BYTES_HIGH:
+                body, data = self._waiting.popleft()
+                self.waiting_bytes -= len(data)
+                parts.append(data)
+                size += len(data)
+                self._unknown.append((self._written_bytes + size, body))
+            self._written_bytes += size
+            self.transport.write(b"".join(parts))
+
+    def _forget_arrived(self, transport: VpcTransport) -> None:
+        acked, unknown = transport.stream.outgoing.acked, self._unknown
+        while unknown and unknown[0][0] <= acked:
+            unknown.popleft()
+
+    def end(self) -> list[bytes]:
+        """It is over; the bodies that are not known to have arrived."""
+        if self.transport is not None:
+            self._forget_arrived(self.transport)
+        lost = [*(body for _, body in self._unknown), *(body for body, _ in self._waiting)]
+        self._unknown.clear()
+        self._waiting.clear()
+        self.waiting_bytes = 0
+        return lost
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._write()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._carrier.broken(self._peer, self._transport)
+        self._broke(self)
 
 
 class VpcCarrier:
-    """Messages over one stream to each peer process, opened when first used."""
+    """Messages over one stream to each peer process, opened when first used.
+
+    All that goes here is control: some bytes to some kilobytes. What the transport does not take waits,
+    up to ``WAITING_BYTES_MAX`` for each peer; a message beyond that is lost at once. What waits when a
+    stream breaks, or was written and not acknowledged, counts as lost too: it may have arrived. Lost
+    messages are counted and told to who asked (``on_lost``); nothing is sent again.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._vpc = Vpc(context)
         self._device = context.machine.vpc_port(context.process)
         self._process_of = [device.process for device in context.machine.devices]
-        self._streams: dict[int, VpcTransport | deque[bytes]] = {}
-        """By peer process; a deque while the stream opens."""
+        self._streams: dict[int, _Stream] = {}
+        """By peer process."""
         self._vpc.serve(self._vpc.listen(lambda: _Inbound(self), VPC_PORT))
         self._handler: OnMessage | None = None
+        self._on_lost: Callable[[bytes], None] | None = None
+        self._lost = 0
 
     def on_message(self, handler: OnMessage) -> None:
         self._handler = handler
+
+    def on_lost(self, handler: Callable[[bytes], None]) -> None:
+        """Call ``handler(body)`` for each message that is not known to have arrived."""
+        self._on_lost = handler
 
     def arrived(self, source: int, body: bytes, payload: bytes) -> None:
         """A whole message came."""
@@ -158,41 +234,48 @@ class VpcCarrier:
     ) -> None:
         """``charged_bytes`` is what is carried: this plane has no other (design 2.2)."""
         peer = self._process_of[target]
-        data = _LENGTHS.pack(len(body), len(payload)) + body + bytes(payload)
         stream = self._streams.get(peer)
         if stream is None:
-            waiting = self._streams[peer] = deque([_LENGTHS.pack(self._device, 0) + data])
-            self._context.spawn(self._open(peer, waiting), f"stream to {peer}")
-        elif isinstance(stream, deque):
-            stream.append(data)
-        else:
-            stream.write(data)
+            hello = _LENGTHS.pack(self._device, 0)
+            stream = _Stream(hello, functools.partial(self._broken, peer))
+            self._streams[peer] = stream
+            self._context.spawn(self._open(peer, stream), f"stream to {peer}")
+        data = _LENGTHS.pack(len(body), len(payload)) + body + bytes(payload)
+        if not stream.send(body, data):
+            self._lose([body])
 
-    async def _open(self, peer: int, waiting: deque[bytes]) -> None:
+    async def _open(self, peer: int, stream: _Stream) -> None:
         try:
             transport = await self._vpc.connect(peer, VPC_PORT)
         except OSError:
-            if self._streams.get(peer) is waiting:
-                del self._streams[peer]
+            self._broken(peer, stream)
             return
-        if self._streams.get(peer) is not waiting:  # forgotten meanwhile
+        if self._streams.get(peer) is not stream:  # forgotten meanwhile
             transport.abort()
             return
-        transport.attach(_Outbound(self, peer, transport))
-        transport.writelines(waiting)
-        self._streams[peer] = transport
+        stream.open(transport)
 
     def forget(self, peer: int) -> None:
         """Drop the stream to a peer; the next message opens a new one."""
-        stream = self._streams.pop(peer, None)
-        if isinstance(stream, VpcTransport):
-            stream.abort()
+        stream = self._streams.get(peer)
+        if stream is not None:
+            self._broken(peer, stream)
+            if stream.transport is not None:
+                stream.transport.abort()
 
-    def broken(self, peer: int, transport: VpcTransport) -> None:
+    def _broken(self, peer: int, stream: _Stream) -> None:
         """A stream ended; a newer one may already be there."""
-        if self._streams.get(peer) is transport:
+        if self._streams.get(peer) is stream:
             del self._streams[peer]
+            self._lose(stream.end())
+
+    def _lose(self, bodies: list[bytes]) -> None:
+        self._lost += len(bodies)
+        if self._on_lost is not None:
+            for body in bodies:
+                self._on_lost(body)
 
     def statistics(self) -> dict[str, Any]:
         statistics = self._vpc.statistics()
-        return {name: getattr(statistics, name) for name in statistics.__struct_fields__[:-1]}
+        counters = {name: getattr(statistics, name) for name in statistics.__struct_fields__[:-1]}
+        return counters | {"messages_lost": self._lost}

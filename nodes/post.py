@@ -30,9 +30,10 @@ Server = Callable[[Any, bytes, Reply], None]
 
 
 class Carrier(Protocol):
-    """Carries messages between devices on one plane, whole, once and in order per pair, or not at all.
+    """Carries messages between devices on one plane, whole, once, or not at all.
 
-    A plane may lack one of the two ways to send.
+    RDMA and VPC keep the order of each pair; on UB a message of more than a chunk may be overtaken
+    by later ones. A plane may lack one of the two ways to send.
     """
 
     def on_message(self, handler: Callable[[int, int, bytes, bytes], None]) -> None:
@@ -55,6 +56,13 @@ class Completer(Carrier, Protocol):
         self, source: int, target: int, body: bytes, payload: Payload, charged_bytes: int
     ) -> None:
         """Send; returns when it is known to be there. Raises OperationError."""
+
+
+class Teller(Sender, Protocol):
+    """A sender that says afterwards what may not have arrived."""
+
+    def on_lost(self, handler: Callable[[bytes], None]) -> None:
+        """Call ``handler(body)`` for each message that is not known to have arrived."""
 
 
 class Post:
@@ -123,6 +131,11 @@ class Post:
         charged_bytes = charged_bytes or len(body) + len(payload)
         carrier: Completer = self._carriers[plane]
         await carrier.complete(source, target, body, payload, charged_bytes)
+
+    def on_lost(self, plane: Plane, handler: Callable[[Any], None]) -> None:
+        """Call ``handler(message)`` for each of ours that is not known to have arrived (VPC only)."""
+        carrier: Teller = self._carriers[plane]
+        carrier.on_lost(lambda body: handler(self._decode(body)[1]))
 
     def deliver(self, message: msgspec.Struct) -> None:
         """Handle a message of this process to itself."""

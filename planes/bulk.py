@@ -9,7 +9,7 @@ loss: a flow whose chunk was dropped at its egress stops and says so.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import xxhash
 
@@ -165,11 +165,17 @@ class Assembly:
         return b"".join(self.pieces)  # type: ignore[arg-type]  # none is None
 
 
+Key = tuple[int, int]
+"""(source device, flow)"""
+
+
 class Assemblies:
     """Bulk messages that are coming in at one process."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, int], Assembly] = {}
+        self._open: dict[Key, Assembly] = {}
+        self._hopeless: dict[Key, int] = {}
+        """Messages that cannot become whole: how many chunks still come, to be ignored."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -184,6 +190,8 @@ class Assemblies:
             what = f"chunk {index} of {count} from device {arrival.source} is not what was sent"
             raise CorruptError(what, definite=False)
         key = (arrival.source, flow)
+        if self._hopeless and self._is_hopeless(key):
+            return None
         assembly = self._open.get(key)
         if assembly is None:
             assembly = self._open[key] = Assembly(arrival.body[CHUNK.size :], count)
@@ -195,6 +203,33 @@ class Assemblies:
             return None
         del self._open[key]
         return assembly
+
+    def _is_hopeless(self, key: Key) -> bool:
+        left = self._hopeless.get(key)
+        if left is None:
+            return False
+        if left > 1:
+            self._hopeless[key] = left - 1
+        else:
+            del self._hopeless[key]
+        return True
+
+    def forget(self, sources: set[int], coming: Iterable[Arrival]) -> None:
+        """A peer with these devices died. Drop its messages that ``coming``, the chunks of it that
+        still arrive, do not make whole; of the others nothing is lost."""
+        counts: dict[Key, int] = {}
+        missing = {key: one.missing for key, one in self._open.items() if key[0] in sources}
+        for arrival in coming:
+            flow, _, count, _ = CHUNK.unpack_from(arrival.body)
+            key = (arrival.source, flow)
+            counts[key] = counts.get(key, 0) + 1
+            missing.setdefault(key, count)
+        for key, chunks in missing.items():
+            left = counts.get(key, 0)
+            if left < chunks and key not in self._hopeless:
+                self._open.pop(key, None)
+                if left:
+                    self._hopeless[key] = left
 
     def drop(self, source: int, flow: int) -> None:
         """The sender gave a message up."""

@@ -168,15 +168,27 @@ class Rdma:
         self._receiver = Receiver(self._fabric, self.memory)
         self._server = Server(self._fabric, self.memory, self._receiver.connected)
         for kind, handler in (
-            (rdma_frames.CHUNK, self._receiver.chunk_arrived),
-            (rdma_frames.CONNECT, self._receiver.connect_arrived),
+            (rdma_frames.CHUNK, self._of_a_pair(self._receiver.chunk_arrived)),
+            (rdma_frames.CONNECT, self._of_a_pair(self._receiver.connect_arrived)),
             (rdma_frames.ACK, self._ack_arrived),
             (rdma_frames.ACCEPT, self._accept_arrived),
-            (rdma_frames.READ, self._server.read_arrived),
+            (rdma_frames.READ, self._of_a_pair(self._server.read_arrived)),
             (rdma_frames.DATA, self._data_arrived),
             (rdma_frames.REFUSED, self._refused_arrived),
         ):
             self._fabric.bind(kind, handler)
+        self._fabric.on_forgotten(self._receiver.forget)
+
+    def _of_a_pair(self, handler: Callable[[Arrival], None]) -> Callable[[Arrival], None]:
+        """Frames of queue pairs that end here, whose peer may be dead by now."""
+        receiver = self._receiver
+
+        def handle(arrival: Arrival) -> None:
+            handler(arrival)
+            if receiver.ending:
+                receiver.handled(arrival)
+
+        return handle
 
     async def connect(self, source: int, target: int) -> QueuePair:
         """A new queue pair from an own die. Raises PeerDeadError."""

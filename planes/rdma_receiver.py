@@ -20,6 +20,9 @@ from planes import rdma_frames
 from planes.bulk import digest_of
 from planes.memory import Memory
 
+_OF_A_PAIR = (rdma_frames.CONNECT, rdma_frames.CHUNK, rdma_frames.READ)
+"""Frames that name, first, a queue pair of their source."""
+
 
 class Received:
     """A message as its receiver gets it: a completion with its immediate."""
@@ -56,12 +59,38 @@ class Receiver:
         self._memory = memory
         self._acknowledge_chunks = fabric.machine.rdma_retry.acknowledge_chunks
         self._pairs: dict[tuple[int, int], _Pair] = {}
+        self.ending: dict[tuple[int, int], int] = {}
+        """Queue pairs of dead peers: how many of their frames still come."""
         self.handlers: dict[int, Callable[[Received], None]] = {}
         self.refused = {"copies": 0, "ahead": 0, "corrupt": 0, "unknown": 0}
 
     def connected(self, source: int, number: int) -> bool:
         """Whether this queue pair was connected to this incarnation of the process."""
         return (source, number) in self._pairs
+
+    def forget(self, sources: set[int], coming: list[Arrival]) -> None:
+        """A peer with these devices died: its queue pairs end with the last frame that still comes."""
+        left: dict[tuple[int, int], int] = {}
+        for arrival in coming:
+            if arrival.kind in _OF_A_PAIR:
+                key = _key(arrival)
+                left[key] = left.get(key, 0) + 1
+        self.ending = {k: v for k, v in self.ending.items() if k[0] not in sources} | left
+        self._pairs = {
+            key: pair for key, pair in self._pairs.items() if key[0] not in sources or key in left
+        }
+
+    def handled(self, arrival: Arrival) -> None:
+        """A frame of a queue pair is dealt with."""
+        key = _key(arrival)
+        left = self.ending.get(key)
+        if left is None:
+            return
+        if left > 1:
+            self.ending[key] = left - 1
+        else:
+            del self.ending[key]
+            self._pairs.pop(key, None)
 
     def connect_arrived(self, arrival: Arrival) -> None:
         if arrival.flags & FLAG_CORRUPT:
@@ -125,6 +154,10 @@ class Receiver:
     def _signal(self, arrival: Arrival, kind: int, body: bytes) -> None:
         route = self._fabric.route(Plane.RDMA, Operation.WRITE, arrival.target, arrival.source)
         self._fabric.signal(route, kind, delay_ps=route.path.completion_ps, body=body)
+
+
+def _key(arrival: Arrival) -> tuple[int, int]:
+    return arrival.source, rdma_frames.NUMBER.unpack_from(arrival.body)[0]
 
 
 def _take(arrival: Arrival, pair: _Pair, index: int, digest: int) -> None:

@@ -30,7 +30,7 @@ from planes.bulk import CHUNK, Assemblies, Flow, pieces
 from planes.flags import Accept, Flags
 from planes.memory import Memory
 from planes.ub_frames import Message as Message
-from planes.ub_order import COMPLETION_TIMEOUT_PS, Channel, Waited
+from planes.ub_order import COMPLETION_TIMEOUT_PS, UbPair, Waited
 from planes.ub_target import Handler, Target
 
 
@@ -48,7 +48,7 @@ class Ub:
         self._aiv_is_plain = not self._aiv.start_ps and self._aiv.rate_num == self._aiv.rate_den
         self._chunk_bytes = machine.chunk_bytes[Plane.UB]
         self._devices_count = len(machine.devices)
-        self._channels: dict[int, Channel] = {}
+        self._pairs: dict[int, UbPair] = {}
         self._waited: dict[int, Waited] = {}
         self._assemblies = Assemblies()
         self._number = context.incarnation << 40
@@ -57,7 +57,7 @@ class Ub:
             self._fabric,
             memory=self.memory,
             flags=self.flags,
-            channel=self._channel,
+            pair=self._pair,
             next_number=self._next_number,
         )
         self._bind()
@@ -76,6 +76,7 @@ class Ub:
             (ub_frames.ABORT, self._abort_arrived),
         ):
             self._fabric.bind(kind, self._once(handler))
+        self._fabric.on_forgotten(self._peer_forgotten)
 
     def _once(self, handler: Callable[[Arrival], None]) -> Callable[[Arrival], None]:
         def handle(arrival: Arrival) -> None:
@@ -108,7 +109,7 @@ class Ub:
         head = ub_frames.WRITE_HEAD.pack(waited.number, region, offset)
         charged_bytes = len(data) if charged_bytes is None else charged_bytes
         mover = self._engines[engine]
-        self._put(waited.channel, ub_frames.WRITE, head, data, charged_bytes, mover, waited)
+        self._put(waited.pair, ub_frames.WRITE, head, data, charged_bytes, mover, waited)
         await self._end(waited)
 
     def post_write(
@@ -123,10 +124,10 @@ class Ub:
         engine: str = "aiv",
     ) -> None:
         """Write and never hear of it. Who posts more than one collective awaits ``room``."""
-        channel = self._channel(source, target)
+        pair = self._pair(source, target)
         head = ub_frames.WRITE_HEAD.pack(0, region, offset)
         charged_bytes = len(data) if charged_bytes is None else charged_bytes
-        self._put(channel, ub_frames.WRITE, head, data, charged_bytes, self._engines[engine], None)
+        self._put(pair, ub_frames.WRITE, head, data, charged_bytes, self._engines[engine], None)
 
     async def read(
         self,
@@ -142,7 +143,7 @@ class Ub:
         when the request is there. Raises as ``write``."""
         waited = self._open(source, target, "read")
         mover = self._engines[engine]
-        rate_bps = ub_frames.engine_rate_bps(mover, waited.channel.reads)
+        rate_bps = ub_frames.engine_rate_bps(mover, waited.pair.reads)
         head = ub_frames.READ_HEAD.pack(waited.number, region, offset, charged_bytes, rate_bps)
         return await self._ask(waited, ub_frames.READ, head, mover)
 
@@ -161,9 +162,9 @@ class Ub:
 
     def post_flag(self, source: int, target: int, flag: int, value: int) -> None:
         """Set a flag of the target: visible after all that was written there before."""
-        channel = self._channel(source, target)
+        pair = self._pair(source, target)
         number = self._next_number()
-        channel.flag(number, ub_frames.FLAG_HEAD.pack(flag, value))
+        pair.flag(number, ub_frames.FLAG_HEAD.pack(flag, value))
 
     async def wait_flag(self, device: int, flag: int, value: int | Accept) -> int:
         """Poll a flag of an own device until it is at least ``value`` (or is accepted)."""
@@ -173,7 +174,7 @@ class Ub:
 
     def forgive(self, source: int, target: int) -> int:
         """Failed posts to the target that nobody was told of; from now on flags pass again."""
-        return self._channel(source, target).forgive()
+        return self._pair(source, target).forgive()
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Ub:
         """Write a message into a mailbox and never hear of it. Messages of more than a chunk may be
         overtaken by later ones."""
         self._put(
-            self._channel(source, target),
+            self._pair(source, target),
             ub_frames.MESSAGE,
             ub_frames.MESSAGE_HEAD.pack(0, mailbox) + body,
             payload,
@@ -216,7 +217,7 @@ class Ub:
         MemoryRangeError where the target has no such mailbox."""
         waited = self._open(source, target, "message")
         self._put(
-            waited.channel,
+            waited.pair,
             ub_frames.MESSAGE,
             ub_frames.MESSAGE_HEAD.pack(waited.number, mailbox) + body,
             payload,
@@ -228,7 +229,7 @@ class Ub:
 
     async def room(self, source: int, target: int, charged_bytes: int) -> None:
         """Wait, in virtual time and first come first served, until the source's port takes more."""
-        await self._fabric.room(self._channel(source, target).writes, charged_bytes)
+        await self._fabric.room(self._pair(source, target).writes, charged_bytes)
 
     def statistics(self) -> dict[str, int]:
         """Counters, JSON-able: what was refused, copies that the link layer refused, what waits."""
@@ -245,16 +246,16 @@ class Ub:
         self._number += 1
         return self._number
 
-    def _channel(self, source: int, target: int) -> Channel:
+    def _pair(self, source: int, target: int) -> UbPair:
         key = source * self._devices_count + target
-        channel = self._channels.get(key)
-        if channel is None:
-            channel = self._channels[key] = Channel(self._fabric, source, target)
-        return channel
+        pair = self._pairs.get(key)
+        if pair is None:
+            pair = self._pairs[key] = UbPair(self._fabric, source, target)
+        return pair
 
     def _open(self, source: int, target: int, what: str) -> Waited:
-        channel = self._channel(source, target)
-        waited = Waited(self._fabric, self._next_number(), channel, what)
+        pair = self._pair(source, target)
+        waited = Waited(self._fabric, self._next_number(), pair, what)
         self._waited[waited.number] = waited
         return waited
 
@@ -267,7 +268,7 @@ class Ub:
 
     def _put(
         self,
-        channel: Channel,
+        pair: UbPair,
         kind: int,
         head: bytes,
         data: Payload,
@@ -278,7 +279,7 @@ class Ub:
         """One frame at once, or what takes longer to be in the port: a flow, an engine's start."""
         if charged_bytes <= self._chunk_bytes and engine is self._aiv and self._aiv_is_plain:
             self._fabric.send(
-                channel.writes,
+                pair.writes,
                 kind,
                 charged_bytes=charged_bytes,
                 body=head,
@@ -286,12 +287,12 @@ class Ub:
                 started=None if waited is None else waited.started,
             )
             return
-        flow = self._flow(channel, bytes((kind,)) + head, data, charged_bytes, engine, waited)
+        flow = self._flow(pair, bytes((kind,)) + head, data, charged_bytes, engine, waited)
         self._after(engine.start_ps, flow.begin)
 
     def _flow(
         self,
-        channel: Channel,
+        pair: UbPair,
         head: bytes,
         data: Payload,
         charged_bytes: int,
@@ -302,27 +303,27 @@ class Ub:
 
         def ended(sent: bool) -> None:
             if not sent:
-                self._abort(channel, number)
+                self._abort(pair, number)
             if waited is not None:
                 waited.started(sent)
 
-        channel.opened(number)
+        pair.opened(number)
         return Flow(
             self._fabric,
-            channel.writes,
+            pair.writes,
             ub_frames.BULK,
             number=number,
             head=head,
             piece=pieces(data, charged_bytes=charged_bytes, chunk_bytes=self._chunk_bytes),
             charged_bytes=charged_bytes,
-            rate_bps=ub_frames.engine_rate_bps(engine, channel.writes),
-            queued=lambda: channel.closed(number),
+            rate_bps=ub_frames.engine_rate_bps(engine, pair.writes),
+            queued=lambda: pair.closed(number),
             ended=ended,
         )
 
-    def _abort(self, channel: Channel, flow: int) -> None:
+    def _abort(self, pair: UbPair, flow: int) -> None:
         """Tell the target to forget the chunks that it has; once, when they surely are all there."""
-        route = channel.writes
+        route = pair.writes
         body = ub_frames.NUMBER.pack(flow)
 
         def tell() -> None:
@@ -337,7 +338,7 @@ class Ub:
         return await self._end(waited)
 
     def _request(self, waited: Waited, kind: int, head: bytes) -> None:
-        route = waited.channel.reads
+        route = waited.pair.reads
         self._fabric.send(route, kind, charged_bytes=0, body=head, started=waited.started)
 
     def _after(self, delay_ps: int, call: Callable[..., Any], *args: Any) -> None:
@@ -366,6 +367,10 @@ class Ub:
         else:
             self._target.hand_over(arrival.source, arrival.target, head, data, whole.charged_bytes)
 
+    def _peer_forgotten(self, devices: set[int], coming: list[Arrival]) -> None:
+        bulk = (one for one in coming if one.kind == ub_frames.BULK)
+        self._assemblies.forget(devices, (one for one in bulk if not one.flags & FLAG_COPY))
+
     def _abort_arrived(self, arrival: Arrival) -> None:
         self._assemblies.drop(arrival.source, ub_frames.NUMBER.unpack(arrival.body)[0])
 
@@ -375,7 +380,7 @@ class Ub:
     def _data_is_here(self, head: bytes, data: bytes) -> None:
         waited = self._waited.get(ub_frames.NUMBER.unpack(head)[0])
         if waited is not None:
-            self._after(waited.channel.reads.path.completion_ps, waited.succeed, data)
+            self._after(waited.pair.reads.path.completion_ps, waited.succeed, data)
 
     def _done_arrived(self, arrival: Arrival) -> None:
         number, status = ub_frames.DONE_HEAD.unpack(arrival.body)

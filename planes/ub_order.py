@@ -21,7 +21,7 @@ COMPLETION_TIMEOUT_PS = PS_PER_S
 Assumed (0.1 to 10 s; none is published): far above a queue at an ingress (1 s is 135 GB)."""
 
 
-class Channel:
+class UbPair:
     """What one device sends to another: two routes, and the order of flags after writes."""
 
     __slots__ = ("_fabric", "_forgiven", "_forgiven_until", "_held", "_open", "reads", "writes")
@@ -81,21 +81,21 @@ class Waited:
         "_name",
         "_timer",
         "_what",
-        "channel",
+        "pair",
         "future",
         "number",
         "progress_ps",
     )
 
-    def __init__(self, fabric: Fabric, number: int, channel: Channel, what: str) -> None:
+    def __init__(self, fabric: Fabric, number: int, pair: UbPair, what: str) -> None:
         self._loop = fabric.loop
-        retry, devices, route = fabric.machine.ub_retry, fabric.machine.devices, channel.writes
+        retry, devices, route = fabric.machine.ub_retry, fabric.machine.devices, pair.writes
         self._give_up_ps = retry.tries * retry.delay_ps
         self._what = what
         self._name = f"{what} from {devices[route.source].name} to {devices[route.target].name}"
         self._failure = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.channel = channel
+        self.pair = pair
         self.future: asyncio.Future[bytes] = self._loop.create_future()
         self.number = number
         self.progress_ps = 0
@@ -106,7 +106,7 @@ class Waited:
             self.progress_ps = self._loop.now_ps
             self._look_again()
         else:
-            self._failure = self.channel.writes.failures
+            self._failure = self.pair.writes.failures
             at_ps = self._loop.now_ps + self._give_up_ps
             self._timer = self._loop.call_at_ps(at_ps, self._link_failed)
 
@@ -120,7 +120,7 @@ class Waited:
 
     def _link_failed(self) -> None:
         if self._what in WRITING:
-            self.channel.told(self._failure)
+            self.pair.told(self._failure)
         self._fail(LinkError(f"{self._name}: the link gave up", definite=True))
 
     def completed(self, status: int) -> None:

@@ -16,7 +16,7 @@ from planes.bulk import Flow, pieces
 from planes.flags import Flags
 from planes.memory import Memory
 from planes.ub_frames import LINK, OK, RANGE, Message
-from planes.ub_order import Channel
+from planes.ub_order import UbPair
 
 Handler = Callable[[Message], None]
 
@@ -30,13 +30,13 @@ class Target:
         *,
         memory: Memory,
         flags: Flags,
-        channel: Callable[[int, int], Channel],
+        pair: Callable[[int, int], UbPair],
         next_number: Callable[[], int],
     ) -> None:
         self._fabric = fabric
         self._memory = memory
         self._flags = flags
-        self._channel = channel
+        self._pair = pair
         self._next_number = next_number
         self._chunk_bytes = fabric.machine.chunk_bytes[Plane.UB]
         retry = fabric.machine.ub_retry
@@ -88,7 +88,7 @@ class Target:
         if status != OK:
             self.refused += 1
         if operation:
-            route = self._channel(target, source).writes
+            route = self._pair(target, source).writes
             self._done(route, operation, status, route.path.completion_ps)
 
     def _done(self, route: Route, operation: int, status: int, delay_ps: int) -> None:
@@ -125,17 +125,17 @@ class Target:
     def _answer(
         self, asked: Arrival, operation: int, data: bytes, charged_bytes: int, rate_bps: int
     ) -> None:
-        channel = self._channel(asked.target, asked.source)
+        pair = self._pair(asked.target, asked.source)
         head = ub_frames.NUMBER.pack(operation)
 
         def ended(sent: bool) -> None:
             if not sent:
-                delay_ps = max(self._give_up_ps, channel.writes.path.propagation_ps)
-                self._done(channel.writes, operation, LINK, delay_ps)
+                delay_ps = max(self._give_up_ps, pair.writes.path.propagation_ps)
+                self._done(pair.writes, operation, LINK, delay_ps)
 
         if charged_bytes <= self._chunk_bytes:
             self._fabric.send(
-                channel.reads,
+                pair.reads,
                 ub_frames.DATA,
                 charged_bytes=charged_bytes,
                 body=head,
@@ -146,7 +146,7 @@ class Target:
             return
         Flow(
             self._fabric,
-            channel.reads,
+            pair.reads,
             ub_frames.BULK,
             number=self._next_number(),
             head=bytes((ub_frames.DATA,)) + head,

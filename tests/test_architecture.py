@@ -46,6 +46,7 @@ PURE = (
     "cmnet/chaos/plan.py",
     "cmnet/vtime/agenda.py",
     "cmnet/vtime/horizon.py",
+    "cmnet/vtime/stall.py",
     "cmnet/vtime/window.py",
     "cmnet/wire/control.py",
     "cmnet/wire/frames.py",

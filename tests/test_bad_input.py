@@ -155,6 +155,23 @@ def test_a_plan_of_link_has_link_faults_only(
     refused(capsys, ["link", str(MINI), *ends], "kill.plan", "'kill'", "link faults only")
 
 
+@pytest.mark.parametrize("command", ["serve", "link"])
+def test_a_plan_names_switches_of_this_machine(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sub-plane 6 is there in a machine of seven, not in one of five."""
+    few = "subplanes: {value: 5, kind: assumed, source: test, range: [5, 5]}"
+    fast = "link_rate: {value: 45 GB/s, kind: assumed, source: test, range: [45 GB/s, 45 GB/s]}"
+    text = f"base: {MINI}\nname: few\nplanes: {{ub: {{{few}, {fast}}}}}\n"
+    (tmp_path / "few.yaml").write_text(text)
+    plan = "- {at: 1 us, for: 1 s, target: subplane 6, kind: subplane_down}\n"
+    (tmp_path / "down.plan").write_text(plan)
+    ends = ["--plane", "ub", "--src", DIE, "--dst", CPU, "--bytes", "1B"]
+    more = ends if command == "link" else []
+    arguments = [command, "few.yaml", *more, "--plan", "down.plan"]
+    refused(capsys, arguments, "down.plan", "'subplane 6'", "from 0 to 4")
+
+
 # --- topologies ----------------------------------------------------------------------------------
 
 TOPOLOGIES: dict[str, tuple[str, tuple[str, ...]]] = {

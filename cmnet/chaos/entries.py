@@ -24,7 +24,7 @@ class _TextLoader(yaml.BaseLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # PyYAML's, untyped
             raise yaml.MarkedYAMLError(problem="an alias (write the value out)", problem_mark=mark)
         return super().compose_node(parent, index)
 

@@ -48,7 +48,7 @@ def parse(
     *,
     fault_id: str,
     machine: target.Names,
-    switches: rules.Switches = rules.CLOUDMATRIX,
+    switches: rules.Switches,
     owner: str = OWNER,
 ) -> tuple[Fault, ...]:
     """The faults of one entry: one, or two for a kill with ``for``. Raises InputError."""

@@ -10,14 +10,18 @@ entry says (fault.py) nor how faults are brought about. A plan file is a list:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from cmnet.chaos import entries, fault, target
 from cmnet.errors import InputError
 from cmnet.link import effects
-from cmnet.link.rules import CLOUDMATRIX, Rule, Switches
+from cmnet.link.rules import Rule, Switched, Switches
+
+
+class Machine(target.Names, Switched, Protocol):
+    """What a plan needs of the machine: its names, and how many switches it has."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,20 +68,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 NO_FAULTS = Plan()
 
 
-def load(file: str, machine: target.Names, *, switches: Switches = CLOUDMATRIX) -> Plan:
+def load(file: str, machine: Machine) -> Plan:
     """The plan of a file for this machine. Raises InputError that names file, fault and key."""
-    return parse(entries.read(file), file=file, machine=machine, switches=switches)
+    return parse(entries.read(file), file=file, machine=machine)
 
 
-def parse(
-    text: str,
-    *,
-    file: str,
-    machine: target.Names,
-    switches: Switches = CLOUDMATRIX,
-) -> Plan:
+def parse(text: str, *, file: str, machine: Machine) -> Plan:
     """The plan of a text. Raises InputError that names file, fault and key."""
     faults: list[fault.Fault] = []
+    switches = Switches.of(machine)
     for number, entry in enumerate(entries.parse(text, file=file), start=1):
         try:
             faults += fault.parse(

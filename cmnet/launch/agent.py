@@ -24,7 +24,7 @@ from cmnet import entropy
 from cmnet.errors import FrameError, NodeFailedError, SpinError
 from cmnet.fabric import INCARNATION_SHIFT, Fabric
 from cmnet.launch import deathsig, stacks
-from cmnet.link.rules import Rule, Rules, Switches
+from cmnet.link.rules import Rule, make_rules
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine
 from cmnet.units import NEVER_PS
@@ -35,8 +35,10 @@ from cmnet.wire.mesh import Address, Mesh
 
 Program = Callable[["Context"], Awaitable[None]]
 
-TEXT_CHARACTERS_MAX = 8_000
-"""Of an error or a stack in a control message: two of them fit a packet in any script."""
+TEXT_BYTES_MAX = 16_000
+"""Of an error or a stack in a control message, as JSON."""
+LINE_BYTES_MAX = 800
+"""Of a line on what a task waits for: two texts and ``stacks.LINES_MAX`` of these fit a packet."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,12 +141,13 @@ class Agent:
         self._ran = False
         self._barrier = False
         self.failed = False
-        self._stopping = False
         self._dead: dict[tuple[int, int], int] = {}
         """(process, incarnation) -> the window from which on its frames never happened."""
         self._program = program
         self._journal = self._open_journal()
-        digest = Digest(None if self._journal is None else self._journal.write)
+        self._journal_lines: list[str] = []
+        """Of the window in progress: it has not happened before its report."""
+        digest = Digest(None if self._journal is None else self._journal_lines.append)
         self.mesh = Mesh(
             loop=self.loop,
             process=assignment.process,
@@ -163,7 +166,12 @@ class Agent:
             process=assignment.process,
             incarnation=assignment.incarnation,
             digest=digest,
-            rules=self._make_rules(),
+            rules=make_rules(
+                machine,
+                seed=assignment.seed,
+                process=assignment.process,
+                rules=assignment.rules,
+            ),
             carry=self.mesh.write,
         )
         self.fabric.ran_to_ps = assignment.start_ps
@@ -177,23 +185,10 @@ class Agent:
         folder = Path(self.assignment.run_folder) / "journal"
         return (folder / f"{name}.{self.assignment.incarnation}.txt").open("w", buffering=1 << 16)
 
-    def _make_rules(self) -> Rules:
-        prefix = f"process {self.assignment.process}."
-        rules = Rules(
-            lambda name: entropy.stream(self.assignment.seed, prefix + name),
-            switches=Switches(
-                subplanes=self.machine.subplanes,
-                chips_per_subplane=self.machine.l2_chips_per_subplane,
-            ),
-        )
-        for rule in self.assignment.rules:
-            rules.add(rule)
-        return rules
-
     # --- the whole life ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """From ready to the conductor's stop (or its end)."""
+        """From ready to the end of the run: the process is killed, or ends with its conductor."""
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._callback_failed)
         self.loop.native_reader(self._control.fileno(), self._control_readable)
@@ -202,15 +197,12 @@ class Agent:
             if peer != self.assignment.process and address is not None:
                 self.mesh.connect(peer, 0)
         self.mesh.read()
-        task = self.loop.create_task(self._main(), name="program")
+        self._main_task = self.loop.create_task(self._main(), name="program")
         gc.collect()
         gc.freeze()
         gc.disable()
         self._send(control.encode_rare("ready", next_at_ps=self.loop.next_at_ps()))
         self.loop.run_forever()
-        task.cancel()
-        if self._journal is not None:
-            self._journal.close()
 
     async def _main(self) -> None:
         try:
@@ -234,7 +226,7 @@ class Agent:
         """Obey, and stay in ``recv`` as long as nobody but the conductor can have anything for this
         process: the way round the loop costs as much as a small window."""
         self._obey()
-        while not (self._granted or self.failed or self._stopping or self.mesh.watched):
+        while not (self._granted or self.failed or self.mesh.watched):
             self._obey()
 
     def _obey(self) -> None:
@@ -266,6 +258,7 @@ class Agent:
                 self.mesh.peer_down(peer)
                 self._gate.forget(peer, window)
                 self.fabric.forget(peer, window)
+                self._proceed()  # nobody else says that a frame was read or a writer is gone
             case "peer_up":
                 self.mesh.peer_up(message["process"], msgspec.convert(message["address"], Address))
             case "read":
@@ -274,10 +267,8 @@ class Agent:
                 self._write_statistics()
                 self._send(control.encode_rare("statistics"))
             case "why":
-                self._send(control.encode_rare("because", waits=stacks.waits(self.loop)))
-            case "stop":
-                self._stopping = True
-                self.loop.stop()
+                waits = _short_lines(stacks.waits(self.loop))
+                self._send(control.encode_rare("because", waits=waits))
             case other:
                 raise FrameError(f"a control message of no known kind: {other!r}")
 
@@ -291,8 +282,6 @@ class Agent:
         }
         folder = self.context.run_folder / "statistics"
         (folder / f"{self.context.name}.json").write_bytes(msgspec.json.encode(statistics))
-        if self._journal is not None:
-            self._journal.flush()
 
     # --- windows ----------------------------------------------------------------------------------
 
@@ -347,7 +336,15 @@ class Agent:
         self.mesh.flush()
         return self._ran
 
+    def _write_journal(self) -> None:
+        """Before the report, lest a kill right after it takes lines of a window that counts."""
+        if self._journal_lines:
+            self._journal.write("".join(self._journal_lines))
+            self._journal.flush()
+            self._journal_lines.clear()
+
     def _report(self) -> None:
+        self._write_journal()
         report = control.Report(
             self._gate.window,
             self.loop.next_at_ps(),
@@ -364,23 +361,32 @@ class Agent:
         if self.failed:
             return
         self.failed = True
-        stack = "".join(traceback.format_exception(error))
         waits = stacks.spinning(self.loop.due()) if isinstance(error, SpinError) else []
-        self._send(
-            control.encode_rare(
-                "failed",
-                code=getattr(error, "code", "BUG"),
-                error=_short(f"{type(error).__name__}: {error}"),
-                at_ps=self.loop.now_ps,
-                stack=_short(stack),
-                waits=waits,
-            )
-        )
+        self._send(encode_failure(error, at_ps=self.loop.now_ps, waits=waits))
 
 
-def _short(text: str) -> str:
-    """Text that fits a control packet: its last part, and encodable."""
-    return text[-TEXT_CHARACTERS_MAX:].encode(errors="replace").decode()
+def encode_failure(error: BaseException, *, at_ps: int, waits: list[str]) -> bytes:
+    """The message with which a process says that it cannot go on; it fits a packet."""
+    return control.encode_rare(
+        "failed",
+        code=getattr(error, "code", "BUG"),
+        error=_short(f"{type(error).__name__}: {error}", TEXT_BYTES_MAX),
+        at_ps=at_ps,
+        stack=_short("".join(traceback.format_exception(error)), TEXT_BYTES_MAX),
+        waits=_short_lines(waits),
+    )
+
+
+def _short(text: str, bytes_max: int) -> str:
+    """The last part of a text, encodable, and as JSON no longer than told."""
+    text = text[-bytes_max:].encode(errors="replace").decode()
+    while (excess := len(msgspec.json.encode(text)) - 2 - bytes_max) > 0:
+        text = text[max(excess // 6, 1) :]  # a control character is 6 bytes of JSON
+    return text
+
+
+def _short_lines(lines: list[str]) -> list[str]:
+    return [_short(line, LINE_BYTES_MAX) for line in lines[: stacks.LINES_MAX]]
 
 
 def prepare_process(run_folder: str, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cmnet.errors import LaunchError
+from cmnet.errors import InputError, LaunchError
 from cmnet.link.rules import Rule
 
 SILENT_TIMEOUT_S = 60.0
@@ -70,6 +70,14 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 def make_run_folder(parent: Path, word: str) -> Path:
     """A new private folder runs/<time>-<word>-<n>."""
+    try:
+        return _make_run_folder(parent, word)
+    except OSError as error:
+        expected = f"a folder that can be written ({error.strerror}), or another by --out"
+        raise InputError(file=str(parent), key="", value=str(parent), expected=expected) from error
+
+
+def _make_run_folder(parent: Path, word: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):

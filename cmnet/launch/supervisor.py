@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from cmnet import errors
 from cmnet.launch import agent
 from cmnet.launch.run import DeathRecord as DeathRecord
 from cmnet.launch.run import NodeFault as NodeFault
@@ -31,14 +32,13 @@ from cmnet.launch.run import make_run_folder as make_run_folder
 from cmnet.launch.zygote import Zygote, control_pair, make_socket_folder
 from cmnet.record import digest
 from cmnet.topology.machine import Machine
-from cmnet.units import NEVER_PS, PS_PER_S, format_ps
+from cmnet.units import NEVER_PS, format_ps
 from cmnet.vtime.conductor import Conductor
 from cmnet.vtime.horizon import Death, Horizon
+from cmnet.vtime.stall import STALL_PS, Stall
 from cmnet.wire.mesh import Address
 
 READY_TIMEOUT_S = 60.0
-STALL_PS = 600 * PS_PER_S
-"""Virtual time with work outstanding and no application mark (design 1.7)."""
 WHY_TIMEOUT_S = 5.0
 """For the answers to "what do you wait for"; who spins does not answer."""
 GONE_TIMEOUT_S = 5.0
@@ -89,6 +89,7 @@ class Supervisor:
         self._ending = False
         self._running = False
         self._window_seen = (0, 0.0)
+        self._stall = Stall()
         self._on_ready: Callable[[], None] = lambda: None
 
     def _granted_buffer_bytes(self) -> int:
@@ -134,7 +135,7 @@ class Supervisor:
             self._spawn(processes, start_ps=start_ps)
         except OSError as error:
             names = ", ".join(self.machine.processes[process].name for process in processes[:8])
-            self._fail(f"{names} cannot be started: {error}", code="LAUNCH")
+            self._fail(f"{names} cannot be started: {error}", code=errors.LaunchError.code)
             return False
         return True
 
@@ -203,7 +204,7 @@ class Supervisor:
                 self.horizon.join(process, message["next_at_ps"])
                 self._no_longer_awaited(process)
             case "failed":
-                self._failures[process] = message
+                self._failures.setdefault(process, message)
                 if len(self._failures) == 1:
                     self._failed_at = time.monotonic()
                     self.conductor.pause()
@@ -215,6 +216,11 @@ class Supervisor:
             case "because":
                 self._because[process] = message["waits"]
                 self._no_longer_asked(process)
+
+    def unread(self, process: int) -> None:
+        """A process does not read what it is told: not even rare messages fit any more."""
+        name = self.machine.processes[process].name
+        self._fail(f"{name} does not read what it is told", code=errors.SilentNodeError.code)
 
     def _choose_failure(self) -> None:
         """Of all that fail in this window the first in virtual time is told, in every run the same:
@@ -258,6 +264,10 @@ class Supervisor:
                 # no window reaches beyond this, so the end is the same however windows fell
                 self._end_ps = finished + self.horizon.lookahead_ps
                 self.horizon.stop_at(max(self._end_ps, self.horizon.horizon_ps))
+            elif self._stalled() and not (self._failures or self.result.error):
+                self.conductor.pause()
+                code = errors.StallError.code
+                self._ask_why(f"nothing was achieved for {format_ps(STALL_PS)}", code)
 
     def stopped(self, at_ps: int) -> None:
         """A barrier: the plan's faults of this instant, or the end."""
@@ -282,10 +292,10 @@ class Supervisor:
 
     def nothing_left(self) -> None:
         """No event anywhere: the end, or a deadlock if work is outstanding."""
-        outstanding = sum(state.outstanding for state in self.conductor.states)
+        outstanding = self.conductor.outstanding
         if outstanding:
             error = f"{outstanding} pieces of work are outstanding and nothing will happen"
-            self._ask_why(error, "DEADLOCK")
+            self._ask_why(error, errors.DeadlockError.code)
         else:
             self._end()
 
@@ -347,7 +357,8 @@ class Supervisor:
         """A process ended by itself: a node is a death of the record, anything else ends the run."""
         process, name = death.process, self.machine.processes[death.process].name
         if self._zygote.ended():
-            self._fail("the process that forks all others ended by itself", code="LAUNCH")
+            error = "the process that forks all others ended by itself"
+            self._fail(error, code=errors.LaunchError.code)
             return
         if process not in self._awaited and self.conductor.states[process].window:
             self._unplanned_windows[process] = death.window
@@ -358,9 +369,9 @@ class Supervisor:
             if not self._statistics_due:
                 self._loop.stop()
         elif not self._running:
-            self._fail(f"{name} ended before it was ready", code="LAUNCH")
+            self._fail(f"{name} ended before it was ready", code=errors.LaunchError.code)
         elif not self.machine.processes[process].is_node:
-            self._fail(f"{name} ended by itself", code="NODE_FAILED")
+            self._fail(f"{name} ended by itself", code=errors.NodeFailedError.code)
         elif process in self._awaited:
             self._no_longer_awaited(process)
         elif self._why_due:
@@ -372,9 +383,8 @@ class Supervisor:
             self._unplanned_windows.pop(process, None)
         self._wait_until_gone(process)
         self._addresses[process] = None
-        state = self.conductor.states[process]
-        state.outstanding = 0
-        self._ended_digests[process].append(state.digest)
+        self.conductor.drop_work(process)
+        self._ended_digests[process].append(self.conductor.states[process].digest)
         self.result.deaths.append(
             DeathRecord(
                 process=process,
@@ -430,7 +440,6 @@ class Supervisor:
                 self._window_seen = (self.horizon.window, now)
             elif now - since > self.settings.silent_timeout_s:
                 self._late(sorted(self.horizon.running()), "is silent")
-            self._look_for_stall()
 
     def _late(self, processes: list[int], what: str) -> None:
         for process in processes:
@@ -438,7 +447,8 @@ class Supervisor:
                 signal.pidfd_send_signal(self._pidfds[process], signal.SIGUSR1)
         names = ", ".join(self.machine.processes[process].name for process in processes[:8])
         time.sleep(0.2)  # for the stacks to be written
-        self._fail(f"{names} {what}", code="SILENT", detail=self._stacks(processes[:3]))
+        code = errors.SilentNodeError.code
+        self._fail(f"{names} {what}", code=code, detail=self._stacks(processes[:3]))
 
     def _stacks(self, processes: list[int]) -> str:
         texts = []
@@ -448,13 +458,12 @@ class Supervisor:
             texts.append(f"{name}:\n{path.read_text() if path.exists() else ''}")
         return "\n".join(texts)
 
-    def _look_for_stall(self) -> None:
-        states = self.conductor.states
-        if not self._why_due and any(state.outstanding for state in states):
-            marked_ps = max(state.marked_at_ps for state in states)
-            if self.horizon.horizon_ps - marked_ps > STALL_PS:
-                self.conductor.pause()
-                self._ask_why(f"nothing was achieved for {format_ps(STALL_PS)}", "STALL")
+    def _stalled(self) -> bool:
+        return self._stall.due(
+            self.horizon.horizon_ps,
+            outstanding=self.conductor.outstanding,
+            marked_ps=lambda: max(state.marked_at_ps for state in self.conductor.states),
+        )
 
     def _ask_why(self, error: str, code: str) -> None:
         self.result.error, self.result.error_code = error, code

@@ -232,6 +232,7 @@ def _become(
     zygote: int,
 ) -> None:
     """A child's life; never returns."""
+    control_socket = socket.socket(fileno=fd)
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -243,11 +244,12 @@ def _become(
         agent.Agent(
             machine=machine,
             assignment=assignment,
-            control_socket=socket.socket(fileno=fd),
+            control_socket=control_socket,
             listeners=listeners,
             program=program,
         ).run()
         os._exit(0)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the conductor is gone: nobody to tell
+            control_socket.send(agent.encode_failure(error, at_ps=order["start_ps"], waits=[]))
         os._exit(1)

@@ -14,12 +14,13 @@ lest all nodes lose the same of their frames.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from cmnet import entropy
 from cmnet.errors import InputError
 from cmnet.link import effects, verdicts
 from cmnet.link.reach import FrameFacts, Where
@@ -67,11 +68,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 PASS = Outcome()
 
 
+class Switched(Protocol):
+    """A machine, as far as rules need it: how many switches it has."""
+
+    @property
+    def subplanes(self) -> int: ...
+    @property
+    def l2_chips_per_subplane(self) -> int: ...
+
+
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
     """How many sub-planes and L2 chips share a UB frame (paper 1.3: 7 sub-planes of 16 chips)."""
 
     subplanes: int = 7
     chips_per_subplane: int = 16
+
+    @staticmethod
+    def of(machine: Switched) -> Switches:
+        """Those of a machine."""
+        return Switches(
+            subplanes=machine.subplanes, chips_per_subplane=machine.l2_chips_per_subplane
+        )
 
     def check(self, effect: effects.Effect) -> None:
         """Raises InputError for a sub-plane or chip that is not there."""
@@ -233,6 +250,17 @@ class Rules:
         self._paths.clear()
         ends_ps = (live.rule.until_ps for live in self._live.values())
         self._last_until_ps = max(ends_ps, default=0)
+
+
+def make_rules(machine: Switched, *, seed: int, process: int, rules: Iterable[Rule]) -> Rules:
+    """The table of one process of a machine, with these rules in it. Raises InputError as ``add``."""
+    table = Rules(
+        lambda name: entropy.stream(seed, f"process {process}.{name}"),
+        switches=Switches.of(machine),
+    )
+    for rule in rules:
+        table.add(rule)
+    return table
 
 
 def _ask(path: _Path, now_ps: int) -> Outcome:

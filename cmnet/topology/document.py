@@ -171,7 +171,7 @@ class _StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader without anchors, repeated keys and YAML 1.1's implicit types."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's, untyped
         if getattr(event, "anchor", None) is not None:
             problem = "an anchor or alias, which a topology must write out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

@@ -75,7 +75,8 @@ PathKey = tuple[str, bool]
 def split_latency(row: Operations, latency_bytes: int) -> tuple[int, int, int]:
     """(propagation, completion of a read, completion of a write) of one row; module docstring.
 
-    May be negative where the latencies contradict the rates; ``ub_paths`` refuses that.
+    May be negative where the latencies contradict the rates; ``ub_paths`` refuses that, and a write
+    whose acknowledgement would be faster than the path.
     """
     read_wire_ps = units.serialization_delay_ps(latency_bytes, row.read.rate.amount)
     write_wire_ps = units.serialization_delay_ps(latency_bytes, row.write.rate.amount)
@@ -152,9 +153,12 @@ def _check_row(key: str, row: Operations, split: tuple[int, int, int], line_rate
     if propagation_ps <= 0:
         expected = "more than the serialization of planes.ub.latency_bytes at the read rate"
         raise FieldError(f"{key}.read.latency.value", f"{expected}, so that propagation is above 0")
-    if write_completion_ps < 0:
-        least_ps = row.write.latency.amount - write_completion_ps
-        expected = f"at least {units.format_ps(least_ps)}, propagation + serialization of the write"
+    if write_completion_ps < propagation_ps:
+        least_ps = row.write.latency.amount - write_completion_ps + propagation_ps
+        expected = (
+            f"at least {units.format_ps(least_ps)}: propagation + serialization of the write,"
+            f" and {units.format_ps(propagation_ps)} for the acknowledgement's way back"
+        )
         raise FieldError(f"{key}.write.latency.value", expected)
 
 

@@ -33,6 +33,9 @@ class Watcher(Protocol):
     def said(self, process: int, message: dict[str, Any]) -> None:
         """A rare message came."""
 
+    def unread(self, process: int) -> None:
+        """A process leaves so much unread that it can be told nothing more."""
+
 
 class State:
     """What a process last reported."""
@@ -60,6 +63,8 @@ class Conductor:
     ) -> None:
         self.horizon = horizon
         self.states = [State() for _ in range(processes)]
+        self.outstanding = 0
+        """Of all processes together."""
         self.paused = True
         self.on_window: Callable[[], None] | None = None
         self._loop = loop
@@ -98,6 +103,8 @@ class Conductor:
                 sock.send(packet)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # its end is read next
+            except BlockingIOError:
+                self._watcher.unread(process)
 
     def go(self) -> None:
         """Grant windows until the next stop."""
@@ -122,11 +129,19 @@ class Conductor:
         grants = horizon.decide()
         if not grants:
             self.paused = True
-            self._watcher.nothing_left()
+            if horizon.stops_left:  # a barrier of nobody; called later, for many may follow
+                self._loop.call_soon(lambda: self._watcher.stopped(horizon.take_stop()))
+            else:
+                self._watcher.nothing_left()
             return
         self._at_stop = grants[0].barrier
         for grant in grants:
             self._send(grant.process, control.encode_grant(grant))
+
+    def drop_work(self, process: int) -> None:
+        """A process is dead, and what it had taken on with it."""
+        self.outstanding -= self.states[process].outstanding
+        self.states[process].outstanding = 0
 
     def _readable(self, process: int, sock: socket.socket) -> None:
         try:
@@ -154,6 +169,7 @@ class Conductor:
         state.before = (state.digest, state.marked_at_ps, state.finished_at_ps)
         state.digest = report.digest
         state.window = report.window
+        self.outstanding += report.outstanding - state.outstanding
         state.outstanding = report.outstanding
         state.marked_at_ps = report.marked_at_ps
         state.finished_at_ps = report.finished_at_ps
@@ -169,7 +185,7 @@ class Conductor:
         state = self.states[process]
         if state.window >= death.window:
             state.undo()
-        state.outstanding = 0
+        self.drop_work(process)
         self._watcher.died(death)
         if was_open and self.horizon.closed:
             self._advance()

@@ -123,9 +123,10 @@ class Horizon:
         return min(self._next_ps)
 
     def decide(self) -> list[Grant]:
-        """The grants of the next window; empty when nothing will ever happen.
+        """The grants of the next window; empty when nobody has anything to do.
 
-        At a stop these are barrier grants for all; when they are answered, ``take_stop`` is due.
+        At a stop these are barrier grants for all; when they are answered, ``take_stop`` is due: at
+        once if nobody lives (``stops_left``).
         """
         assert self.closed
         least_ps = self.least_ps()
@@ -138,6 +139,11 @@ class Horizon:
         next_ps = self._next_ps
         processes = [p for p in range(len(next_ps)) if next_ps[p] < horizon_ps]
         return self._open(least_ps, horizon_ps, processes, barrier=False)
+
+    @property
+    def stops_left(self) -> bool:
+        """Stops are to come."""
+        return bool(self._stops)
 
     def take_stop(self) -> int:
         """The stop whose barrier has been answered; forgets it."""

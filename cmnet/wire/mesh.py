@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-from cmnet.errors import FrameError, LaunchError
+from cmnet.errors import FrameError, LaunchError, RunError
 from cmnet.wire import frames
 from cmnet.wire.pool import Pool
 
@@ -41,6 +41,10 @@ SEGMENT_BYTES_SMALL = 536
 """A buffer below one segment of the loopback makes TCP send only when its persist timer fires, 200 ms
 apart (measured: 60 KB/s at 4 KiB). With segments of 536 B, TCP's default, it never does."""
 CONNECT_TIMEOUT_S = 10.0
+
+STRANGERS_MAX = 64
+"""Connections without a greeting, beyond three of each peer (one a plane): whoever connects to a
+listener and says nothing costs a descriptor."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -135,6 +139,8 @@ class Mesh:
         self._poller = select.epoll()
         self.watched = False
         self._incoming: dict[int, _Incoming] = {}
+        self._ungreeted: dict[int, _Incoming] = {}
+        """By descriptor, the oldest first."""
         self._listeners: dict[int, socket.socket] = {}
         self._incarnations = [0] * len(addresses)
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -162,10 +168,35 @@ class Mesh:
                 sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            sock.setblocking(False)
-            self._buffer(sock, socket.SO_RCVBUF)
-            self._incoming[sock.fileno()] = _Incoming(sock)
-            self._poller.register(sock.fileno(), select.EPOLLIN)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not _readable_now(listener):
+                    return  # Linux looks for a descriptor first, for a connection then
+                if self._drop_stranger():
+                    continue
+                self._on_broken(RunError(f"no descriptor is free for a connection: {error}"))
+                return
+            self._greet_later(sock)
+
+    def _greet_later(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._buffer(sock, socket.SO_RCVBUF)
+        incoming = _Incoming(sock)
+        self._incoming[sock.fileno()] = self._ungreeted[sock.fileno()] = incoming
+        self._poller.register(sock.fileno(), select.EPOLLIN)
+        if len(self._ungreeted) > 3 * len(self._addresses) + STRANGERS_MAX:
+            self._drop_stranger()
+
+    def _drop_stranger(self) -> bool:
+        """Hang up on the oldest connection that has not greeted; False if all have."""
+        while self._ungreeted:
+            oldest = next(iter(self._ungreeted.values()))
+            self._readable(oldest)  # its greeting may wait in the kernel
+            if oldest.peer < 0:
+                self._drop_incoming(oldest)
+                return True
+        return False
 
     def _buffer(self, sock: socket.socket, option: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, self._socket_buffer_bytes)
@@ -175,7 +206,7 @@ class Mesh:
         address = self._addresses[peer]
         if address is None:
             return
-        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+        with contextlib.suppress(ConnectionError, FileNotFoundError):  # killed before, or just now
             self._outgoing[peer * 4 + plane] = _Outgoing(self._open(address, plane), peer)
 
     def _open(self, address: Address, plane: int) -> socket.socket:
@@ -385,6 +416,7 @@ class Mesh:
             return
         self._incarnations[peer] = incarnation
         incoming.peer = peer
+        del self._ungreeted[incoming.sock.fileno()]
         incoming.partial = b""
         if len(data) > frames.HELLO.size:
             self._parse(incoming, data, frames.HELLO.size)
@@ -437,7 +469,14 @@ class Mesh:
 
     def _drop_incoming(self, incoming: _Incoming) -> None:
         if self._incoming.pop(incoming.sock.fileno(), None) is not None:
+            self._ungreeted.pop(incoming.sock.fileno(), None)
             incoming.sock.close()  # which takes it out of the poller as well
+
+
+def _readable_now(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _consume(parts: list[bytes | bytearray | memoryview], sent: int) -> None:

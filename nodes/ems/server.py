@@ -81,10 +81,12 @@ class StoreServer:
             raw_bytes=len(payload),
             charged_bytes=message.charged_bytes,
         )
-        self._context.spawn(self._write(key, list(record.split(key, header, payload))), "put")
+        items = list(record.split(key, header, payload))
+        self._context.spawn(self._write(key, items, message.charged_bytes), "put")
 
-    async def _write(self, key: bytes, items: list[tuple[bytes, bytes]]) -> None:
-        charged_bytes = record.decode(*items[0]).header.charged_bytes
+    async def _write(
+        self, key: bytes, items: list[tuple[bytes, bytes]], charged_bytes: int
+    ) -> None:
         try:
             await self._loop.hold(
                 self._put_many,

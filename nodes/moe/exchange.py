@@ -175,8 +175,8 @@ class Exchange:
         """From the first source's operator start to the last row or flag here, a sample a layer."""
         self.combine_ps = array("q")
         """From the first expert die's operator start to the last result here, a sample a layer."""
-        context.fabric.bind(DISPATCH_KIND, self._dispatched)  # type: ignore[arg-type]
-        context.fabric.bind(COMBINE_KIND, self._combined)  # type: ignore[arg-type]
+        context.fabric.bind(DISPATCH_KIND, self._dispatched)
+        context.fabric.bind(COMBINE_KIND, self._combined)
 
     def begin(self, epoch: int, step: int) -> None:
         """A step begins here: those before it are over, wherever they were."""
@@ -221,6 +221,23 @@ class Exchange:
             flag = _FLAG.pack(-1, count, 0, rank)
             items.append((self._devices[first_rank], FLAG_BYTES, flag))
         self._burst(key, DISPATCH_KIND, self._devices[rank], items, began_ps)
+
+    async def room_to_dispatch(self, rank: int, tokens: int, nodes: int) -> None:
+        """Wait, in virtual time, until the rank's port takes so much more (design 2.1). A port takes
+        more than one collective, so this waits only behind other traffic."""
+        model = self._body.settings
+        rows_bytes = tokens * (model.top_k + 1) * model.dispatch_bytes
+        await self._room(self._devices[rank], rows_bytes + nodes * FLAG_BYTES)
+
+    async def room_to_combine(self, device: int, rows: int) -> None:
+        """As ``room_to_dispatch``, for the results of so many rows."""
+        await self._room(device, rows * self._body.settings.combine_bytes)
+
+    async def _room(self, device: int, charged_bytes: int) -> None:
+        other = next((each for each in self._devices if each != device), None)
+        if other is not None:  # a route to anyone: room is the port's
+            route = self._fabric.route(Plane.UB, Operation.WRITE, device, other)
+            await self._fabric.room(route, charged_bytes)
 
     def _burst(
         self,

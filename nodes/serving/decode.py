@@ -141,7 +141,9 @@ class DecodeNode:
         least = self._attempts.get(message.request, 0)
         self._attempts[message.request] = max(least, message.attempt + 1)
         for held in (self._waiting, self._active):
-            held.pop((message.request, message.attempt), None)
+            for request, attempt in list(held):
+                if request == message.request and attempt <= message.attempt:
+                    del held[request, attempt]
 
     def _give_up(self, message: messages.GiveUp, _: bytes, __: int) -> None:
         if message.epoch != self._epoch.number or message.number < self._number:
@@ -293,14 +295,16 @@ class DecodeNode:
         await loop.sleep_ps(self._cost.attention_ps(load))
         began_ps = loop.now_ps
         await loop.sleep_ps(self._cost.dispatch_start_ps(load.tokens))
-        self._dispatch(key, by_rank, self._body.dispatch(states), gate.experts, began_ps=began_ps)
+        await self._dispatch(
+            key, by_rank, self._body.dispatch(states), gate.experts, began_ps=began_ps
+        )
         results = await self._exchange.results(key)
         if not mine:
             return states
         order = [index for rank in by_rank for index in by_rank[rank]]
         return self._combine(states, gate.weights, results[np.argsort(order)], layer)
 
-    def _dispatch(
+    async def _dispatch(
         self,
         key: Key,
         by_rank: dict[int, list[int]],
@@ -311,6 +315,7 @@ class DecodeNode:
     ) -> None:
         first_token = 0
         for rank, chosen in by_rank.items():
+            await self._exchange.room_to_dispatch(rank, len(chosen), len(self._node_firsts))
             self._exchange.dispatch(
                 key,
                 rank,
@@ -375,6 +380,7 @@ class DecodeNode:
         for at_ps in sorted(ready):
             await self._loop.sleep_until_ps(at_ps)
             for device in ready[at_ps]:
+                await self._exchange.room_to_combine(device, len(by_device[device]))
                 self._exchange.combine(
                     key, device, rows, results, by_device[device], began_ps=at_ps - start_ps
                 )

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cmnet.launch.agent import Context
+from cmnet.topology.machine import Plane
 from cmnet.units import format_ps
 from nodes.post import Post
 from nodes.serving import messages
@@ -95,6 +96,7 @@ class Gateway:
         post.on(messages.First, self._first)
         post.on(messages.Tokens, self._tokens)
         post.on(messages.Failed, self._failed)
+        post.on_lost(Plane.VPC, self._lost)
 
     async def run(self) -> None:
         """The whole workload, then the end of the run."""
@@ -296,6 +298,16 @@ class Gateway:
         progress = self._current(message.request, message.attempt)
         if progress is not None:
             self._give_up(progress, message.error)
+
+    def _lost(self, message: msgspec.Struct) -> None:
+        """A prompt that may not have arrived need not wait for the last resort. Of other messages
+        of ours, none is waited for but pings, whose loss is a sign by itself."""
+        if isinstance(message, messages.Prefill):
+            progress = self._current(message.request, message.attempt)
+            if progress is not None and not progress.kept:
+                node = self._instances[progress.instance][0]
+                name = self._machine.processes[node].name
+                self._give_up(progress, f"the way to {name} broke")
 
     def _give_up(self, progress: Progress, reason: str) -> None:
         """End the current attempt; its prompt or sequence, wherever it is, is cancelled."""

@@ -94,8 +94,11 @@ class PrefillInstance:
 
     def _cancel(self, message: messages.Cancel, _: bytes, __: int) -> None:
         """Given up while it waited; what is in a batch already is computed to its end."""
-        given_up = (message.request, message.attempt)
-        self._queue = [each for each in self._queue if (each.request, each.attempt) != given_up]
+        self._queue = [
+            each
+            for each in self._queue
+            if each.request != message.request or each.attempt > message.attempt
+        ]
 
     async def run(self) -> None:
         """Batches for ever."""
@@ -122,6 +125,7 @@ class PrefillInstance:
         self.batches += 1
         for work in works:
             self._finish(work)
+        await self._store.room()
 
     def _rows_of(self, message: messages.Prefill) -> identity.PromptRows:
         return identity.prompt_rows(
@@ -207,6 +211,7 @@ class PrefillInstance:
             "batches": self.batches,
             "prompt_tokens": self.tokens,
             "prompt_tokens_cached": self.tokens_cached,
+            "puts_lost": self._store.puts_lost,
         }
 
 

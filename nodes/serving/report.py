@@ -7,11 +7,15 @@ nor constants. Instants and lengths are integers of picoseconds; floats are for 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cmnet.chaos.plan import Plan
+from cmnet.link.effects import BurstLoss, Corrupt, Flap, Loss, Partition, SubplaneDown
+from cmnet.link.rules import CLOUDMATRIX
 from cmnet.record import record as records
 from cmnet.record.record import Record
 from nodes.serving import published, result, verify
@@ -20,6 +24,14 @@ from nodes.serving.percentiles import itl_ps, summarize, tpot_ps, ttft_ps
 from nodes.serving.published import Figure
 from nodes.serving.result import RequestResult, Serving
 from nodes.serving.verify import Verified
+
+HARMFUL = (Loss, BurstLoss, Partition, Flap, Corrupt)
+"""Link faults that can keep a request from its tokens, beside sub-planes that are all down."""
+EXCUSED = re.compile(
+    "died|lived|broke|no path|gave up|in error|reconnected|never connected|remote access|was due"
+    "|no (answer|acknowledgement|completion|data|rows or flags|results|progress)"
+)
+"""Errors that name a death, a way that was lost, or a timeout."""
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +54,10 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
         outcome = self.record.outcome
         return 0.0 if outcome is None else outcome.virtual_ps / 1e12
 
-    def program(self, key: str) -> list[Any]:
-        """A counter or list of samples of every program that has it."""
-        found = (_find(each.get("program", {}), key) for each in self.statistics)
-        return [value for value in found if value is not None]
+    def program(self, part: str, key: str) -> list[Any]:
+        """A counter or list of samples of a part, of every process that has the part."""
+        parts = (each.get("program", {}).get(part) for each in self.statistics)
+        return [found[key] for found in parts if found is not None]
 
 
 def collect(folder: Path) -> Sources:
@@ -121,9 +133,32 @@ def problems(sources: Sources) -> list[str]:
     requests = _requests(sources)
     if requests["unfinished"] and not found:
         found.append(f"{requests['unfinished']} requests have no end")
-    if requests["failed"] and not sources.record.plan.get("faults"):
-        found.append(f"{requests['failed']} requests failed, and no fault was planned")
+    if failed := _failed_by_themselves(sources):
+        what = f"{len(failed)} requests failed by no death, and by no fault of the plan that could"
+        found.append(f"{what} make them fail; request {failed[0].index}: {failed[0].error}")
     return found
+
+
+def _failed_by_themselves(sources: Sources) -> list[RequestResult]:
+    """Failed requests that neither a death nor a lost message explains. A plan that only delays, slows
+    or doubles explains none."""
+    outcome = sources.record.outcome
+    explained = bool(outcome and outcome.deaths) or _can_fail(Plan.from_data(sources.record.plan))
+    return [
+        each
+        for each in sources.results
+        if each.status != "ok" and not (explained and EXCUSED.search(each.error))
+    ]
+
+
+def _can_fail(plan: Plan) -> bool:
+    """Whether a plan has a fault that can keep a request from its tokens."""
+    down = {each.effect.subplane for each in plan.rules if isinstance(each.effect, SubplaneDown)}
+    return (
+        bool(plan.node_faults)
+        or any(isinstance(each.effect, HARMFUL) for each in plan.rules)
+        or len(down) >= CLOUDMATRIX.subplanes
+    )
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -201,8 +236,8 @@ def _latency_rows(sources: Sources) -> list[dict[str, Any]]:
 
 
 def _exchange_rows(sources: Sources) -> list[dict[str, Any]]:
-    dispatch = [sample for each in sources.program("dispatch_ps") for sample in each]
-    combine = [sample for each in sources.program("combine_ps") for sample in each]
+    dispatch = [sample for each in sources.program("decode", "dispatch_ps") for sample in each]
+    combine = [sample for each in sources.program("decode", "combine_ps") for sample in each]
     what = "first operator's start to last message in, a node and carried layer"
     here = {
         "ep_size": sources.serving.ep_size,
@@ -216,8 +251,8 @@ def _exchange_rows(sources: Sources) -> list[dict[str, Any]]:
 
 def _tokens_per_die(sources: Sources) -> float:
     """Mean tokens of a die in a decode step; the published figures are at 128."""
-    steps = max(sources.program("steps"), default=0)
-    tokens: int = sum(sources.program("tokens"))
+    steps = max(sources.program("decode", "steps"), default=0)
+    tokens: int = sum(sources.program("decode", "tokens"))
     return tokens / (steps * sources.serving.ep_size or 1)
 
 
@@ -269,13 +304,3 @@ def _plane_rows(sources: Sources) -> list[dict[str, Any]]:
 
 def _sum(results: list[RequestResult], field: str) -> int:
     return sum(getattr(each, field) for each in results)
-
-
-def _find(data: Any, key: str) -> Any:
-    """The value of a key in mappings within mappings; None where there is none."""
-    if not isinstance(data, dict):
-        return None
-    if key in data:
-        return data[key]
-    found = (_find(value, key) for value in data.values())
-    return next((value for value in found if value is not None), None)

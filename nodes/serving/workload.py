@@ -40,6 +40,12 @@ UNIQUE_IDS = 2**62
 ROW_IDS = 2**20
 """Ids set aside for the blocks of one Azure row: a prompt of 2^29 tokens."""
 
+SPAN_PS_MAX = 100 * 86_400 * PS_PER_S
+"""From the first arrival to the last: int64 picoseconds hold 106 days (design 1.1), the rest is for
+the answers."""
+REQUESTS_MAX = 1_000_000
+"""As many as a generated workload's memory stays below 2 GB."""
+
 _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _AZURE_INSTANT = re.compile(
     r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,12}))?(?:\+00:00)?"
@@ -134,7 +140,7 @@ def read_trace(
     return Workload(
         kind=kind,
         file=file,
-        requests=_arrive(served, origin_ps=rows[0].at_ps, rate=rate),
+        requests=_arrive(served, file=file, origin_ps=rows[0].at_ps, rate=rate),
         skipped=skipped,
         rows_asked=requests,
         rows_read=len(rows),
@@ -144,6 +150,9 @@ def read_trace(
 def _check_asked(requests: int | None, rate: Fraction) -> None:
     if requests is not None and requests < 1:
         raise InputError(file="--requests", key="", value=requests, expected="1 or more")
+    if requests is not None and requests > REQUESTS_MAX:
+        expected = f"at most {REQUESTS_MAX}"
+        raise InputError(file="--requests", key="", value=requests, expected=expected)
     if rate <= 0:
         raise InputError(file="--rate", key="", value=str(rate), expected="a number above 0")
 
@@ -160,7 +169,23 @@ def _split(rows: list[_Row], max_tokens: int) -> tuple[list[_Row], tuple[Skipped
     return served, tuple(skipped)
 
 
-def _arrive(rows: list[_Row], *, origin_ps: int, rate: Fraction) -> tuple[Request, ...]:
+def _check_span(rows: list[_Row], *, file: str, origin_ps: int, rate: Fraction) -> None:
+    for row in rows:
+        if (row.at_ps - origin_ps) * rate.denominator // rate.numerator > SPAN_PS_MAX:
+            expected = (
+                "at most 100 days after the first row, divided by --rate (a run lasts 106 days)"
+            )
+            days = (row.at_ps - origin_ps) / (86_400 * PS_PER_S)
+            raise InputError(
+                file=file,
+                key=f"line {row.line}: timestamp",
+                value=f"{days:.6g} days",
+                expected=expected,
+            )
+
+
+def _arrive(rows: list[_Row], *, file: str, origin_ps: int, rate: Fraction) -> tuple[Request, ...]:
+    _check_span(rows, file=file, origin_ps=origin_ps, rate=rate)
     return tuple(
         Request(
             index=index,
@@ -367,7 +392,7 @@ def generate(
     return Workload(
         kind="generated",
         file="",
-        requests=_arrive(rows, origin_ps=0, rate=rate),
+        requests=_arrive(rows, file="generated", origin_ps=0, rate=rate),
         skipped=(),
         rows_asked=requests,
         rows_read=requests,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from cmnet.link.reach import Ends, Where
 from cmnet.link.rules import Rule
 from cmnet.messages import Arrival
 from cmnet.topology.machine import Operation, Plane
+from cmnet.wire.frames import FLAG_COPY
 from tests.rig import Rig, machine
 
 KIND = 1
@@ -50,13 +52,13 @@ def send_each(rig: Rig, source: int, items: list[tuple[int, int, bytes]]) -> Non
 
 
 def collect(rig: Rig, got: list[tuple[int, bytes, int]]) -> None:
-    """Bind both forms of the kind: bundles, and single messages."""
+    """Bind both forms of the kind: bundles, and single messages, whose copies planes refuse."""
 
     def handle(arrived: Bundle | Arrival) -> None:
         if isinstance(arrived, Bundle):
             assert rig.loop.now_ps == max(delivered for _, _, delivered in arrived.items)
             got.extend((target, bytes(data), at_ps) for target, data, at_ps in arrived.items)
-        else:
+        elif not arrived.flags & FLAG_COPY:
             assert rig.loop.now_ps == arrived.delivered_ps
             got.append((arrived.target, bytes(arrived.payload), arrived.delivered_ps))
 
@@ -197,6 +199,37 @@ def test_lost_names_the_messages_that_rules_dropped_and_the_rest_arrives() -> No
         rig.run()
         assert lost == [1, 3] and ended == [False]
         assert sorted(target for target, _, _ in got) == [UB_DEVICES[1], UB_DEVICES[7]]
+
+
+def test_a_copy_takes_its_time_at_the_ingress_and_no_handler_gets_it() -> None:
+    """Two messages, each doubled: the second is in after three serializations, not two."""
+    doubled = rule(effects.Duplicate(probability=Fraction(1)))
+    with Rig("pair", rules=(doubled,)) as rig:
+        got: list[tuple[int, bytes, int]] = []
+        collect(rig, got)
+        source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
+        send_burst(rig, source, [(target, 7680, b"a"), (target, 7680, b"b")])
+        rig.run()
+        assert [data for _, data, _ in got] == [b"a", b"b"]
+        path = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target).path
+        third_ps = path.propagation_ps + -(-3 * 7680 * 8 * 10**12 // path.rate_bps)
+        assert abs(got[1][2] - third_ps) <= 3  # rounding of each
+
+
+def test_what_a_burst_lost_withdraws_no_flag() -> None:
+    """``lost`` told the program: a fenced message on the same route passes."""
+    cut = msgspec.structs.replace(rule(effects.Partition()), until_ps=1)
+    with Rig("pair", rules=(cut,)) as rig:
+        flags: list[int] = []
+        lost: list[int] = []
+        rig.fabrics[1].bind(KIND, lambda _: None)
+        rig.fabrics[1].bind(2, lambda arrival: flags.append(arrival.kind))
+        source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
+        route = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target)
+        send_burst(rig, source, [(target, 7680, b"")], lost=lost.extend)
+        rig.fabrics[0].send(route, 2, charged_bytes=8, fence=0)
+        rig.run()
+        assert (lost, flags, route.failures) == ([0], [2], 0)
 
 
 def test_back_pressure_counts_what_waits_of_a_burst() -> None:

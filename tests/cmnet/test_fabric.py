@@ -226,6 +226,22 @@ def test_rules_act_at_the_egress_start() -> None:
     assert delivered(rule(effects.Partition(), start_ps=1)) == [plain_ps]
 
 
+@pytest.mark.parametrize("plane", [Plane.RDMA, Plane.VPC])
+def test_a_corrupt_signal_is_lost(plane: Plane) -> None:
+    """A completion's frame has a checksum as any: what fails it never came, and is counted."""
+    with Rig("pair", rules=(rule(effects.Corrupt(probability=Fraction(1))),)) as rig:
+        got = collect(rig)
+        end = "/npu0/die0" if plane == Plane.RDMA else ""
+        source, target = rig.device(f"node00{end}"), rig.device(f"node01{end}")
+        fabric = rig.fabrics[0]
+        route = fabric.route(plane, Operation.WRITE, source, target)
+        fabric.signal(route, KIND, delay_ps=route.path.propagation_ps, body=bytes(4))
+        rig.run()
+        assert got == []
+        assert fabric.statistics_of[plane].dropped == 1
+        assert [line.split()[1] for line in rig.lines[0]] == ["drop"]
+
+
 def test_ub_tries_again_and_each_try_counts_as_delay() -> None:
     """Two lost, the third passes: 2 us later (design 2.3); three lost: gone."""
     (plain_ps,) = delivered()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cmnet.chaos import plan as plans
-from cmnet.errors import StallError
+from cmnet.errors import DeadlockError, StallError
 from cmnet.launch.agent import Context
 from cmnet.link.effects import Delay, Partition
 from cmnet.messages import Arrival
@@ -79,6 +79,7 @@ def test_a_run_without_end_says_its_seed(
     """A run that only ticks is stopped after 600 virtual seconds; whoever reads knows the seed."""
 
     async def program(context: Context) -> None:
+        context.outstanding(+1)
         while True:
             await context.loop.sleep_ps(10**12)
 
@@ -86,6 +87,40 @@ def test_a_run_without_end_says_its_seed(
         LocalMachine(pair, folder=tmp_path, seed=77).run(program)
     assert caught.group_contains(StallError)
     assert "seed 77" in capsys.readouterr().out
+
+
+def test_time_without_work_is_no_stall(pair: Machine, tmp_path: Path) -> None:
+    """As in real processes: the next work counts from its own beginning."""
+
+    async def program(context: Context) -> None:
+        for _ in range(2 if context.process else 0):
+            context.outstanding(+1)
+            await context.loop.sleep_ps(500 * 10**12)
+            context.mark("done")
+            context.outstanding(-1)
+            await context.loop.sleep_ps(700 * 10**12)
+        if context.process:
+            context.finish()
+
+    local = LocalMachine(pair, folder=tmp_path)
+    local.run(program)
+    assert local.loop.now_ps == 2400 * 10**12
+
+
+def test_work_that_nobody_will_ever_do_is_a_deadlock(pair: Machine, tmp_path: Path) -> None:
+    """And without work, the end."""
+
+    async def waits(context: Context) -> None:
+        context.outstanding(+1)
+        await context.loop.create_future()
+
+    async def nothing(context: Context) -> None:
+        await context.loop.create_future()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        LocalMachine(pair, folder=tmp_path).run(waits)
+    assert caught.group_contains(DeadlockError)
+    assert LocalMachine(pair, folder=tmp_path).run(nothing)
 
 
 @pytest.mark.machine

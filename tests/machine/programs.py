@@ -43,7 +43,7 @@ class Chatter:
         }
         for plane in Plane:
             self.fabric.bind(PASS_ON + plane, self.passed_on)
-        self.fabric.bind(BURST, self.bundle_came)  # type: ignore[arg-type]
+        self.fabric.bind(BURST, self.bundle_came)
         self.fabric.bind(SIGNAL, self.signalled)
 
     def pick(self, values: list[Any]) -> Any:
@@ -212,3 +212,32 @@ async def gateway_dies(context: Context) -> None:
 
 async def quiet(context: Context) -> None:
     """Ends by itself."""
+
+
+async def ends_when_back(context: Context) -> None:
+    """Only a process that was started again ends the run."""
+    if context.incarnation:
+        context.finish()
+        return
+    await lively(context)
+
+
+async def seldom_works(context: Context) -> None:
+    """With more time between two pieces of work than a stall takes."""
+    if context.name != "gateway":
+        return
+    for _ in range(3):
+        context.outstanding(+1)
+        for _ in range(300):
+            await context.loop.sleep_ps(10**12)
+        context.mark("done")
+        context.outstanding(-1)
+        await context.loop.sleep_ps(700 * 10**12)
+    context.finish()
+
+
+async def achieves_nothing(context: Context) -> None:
+    """Ticks, with work taken on."""
+    context.outstanding(+1)
+    while True:
+        await context.loop.sleep_ps(10**12)

@@ -14,9 +14,11 @@ import msgspec
 import psutil
 import pytest
 
+from cmnet.launch import agent
 from cmnet.launch.supervisor import NodeFault, RunResult, Supervisor
 from tests.machine import programs
 from tests.machine.conftest import Runner, lives, wait_for
+from tests.rig import machine
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
@@ -61,6 +63,61 @@ def test_a_deadlock_says_who_waits_for_what(run: Runner) -> None:
     for name in ("node00", "node03", "gateway"):
         assert f"{name}: program in an_answer at programs.py:" in result.detail
     assert ", called by waits_for_ever at programs.py:" in result.detail
+
+
+def test_seldom_work_is_no_stall(run: Runner) -> None:
+    result = run(programs.seldom_works)
+    assert (result.error, result.virtual_ps) == ("", 3000 * 10**12)
+
+
+def test_a_stall_is_seen_at_the_same_virtual_instant_in_every_run(run: Runner) -> None:
+    """At once, not when a watch on the wall clock looks; and it says who waits for what."""
+    result = run(programs.achieves_nothing)
+    assert result.error_code == "STALL"
+    assert "gateway: program in" in result.detail
+    lookahead_ps = machine("mini").lookahead.lookahead_ps
+    assert result.virtual_ps == 601 * 10**12 + lookahead_ps
+
+
+def test_an_error_before_a_process_is_ready_is_told(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What went wrong, with its stack, and not only that it ended."""
+
+    def prepare_process(run_folder: str, name: str) -> None:
+        if name.startswith("node02"):
+            raise PermissionError(f"no stacks for {name}")
+
+    monkeypatch.setattr(agent, "prepare_process", prepare_process)
+    result = run(programs.quiet)
+    assert result.error.startswith("node02 failed at 0")
+    assert "PermissionError: no stacks for node02.0" in result.error
+    assert "in prepare_process" in result.detail
+
+
+def test_a_process_that_reads_nothing_is_told_of_and_ends_the_run(run: Runner) -> None:
+    """Its control socket fills; the conductor does not wait for it, nor fall."""
+
+    def interfere(supervisor: Supervisor) -> None:
+        wait_for(lambda: hasattr(supervisor, "horizon") and supervisor.horizon.window > 20)
+        os.kill(supervisor.pids[2], signal.SIGSTOP)
+        for _ in range(200):
+            supervisor._loop.call_soon_threadsafe(
+                lambda: supervisor.conductor.tell(2, "why", filling="x" * 60_000)
+            )
+
+    result = run(programs.lively, interfere=interfere)
+    assert result.error_code == "SILENT" and "node02 does not read" in result.error
+
+
+def test_a_restart_comes_though_nobody_lives(run: Runner) -> None:
+    """And every fault before it, of which there may be many."""
+    faults = [NodeFault(kind="kill", process=process, at_ps=10 * US) for process in (0, 1)]
+    faults += [NodeFault(kind="kill", process=1, at_ps=11 * US + n) for n in range(2000)]
+    faults += [NodeFault(kind="restart", process=0, at_ps=20 * US)]
+    result = run(programs.ends_when_back, topology="pair", node_faults=faults)
+    assert (result.error, result.virtual_ps, result.not_reached) == ("", 20 * US, [])
+    assert len(result.deaths) == 2
 
 
 def test_a_deadlock_waits_for_what_the_plan_still_does(run: Runner) -> None:

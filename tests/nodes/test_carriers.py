@@ -12,7 +12,7 @@ from cmnet.chaos import plan as plans
 from cmnet.errors import LinkError, OperationError
 from cmnet.launch.agent import Context
 from cmnet.testing import LocalMachine
-from nodes.carriers import RdmaCarrier, UbCarrier, VpcCarrier
+from nodes.carriers import WAITING_BYTES_MAX, RdmaCarrier, UbCarrier, VpcCarrier
 from tests.nodes.serving import local
 from tests.rig import machine
 
@@ -173,3 +173,57 @@ def test_a_forgotten_stream_is_opened_anew(tmp_path: Path) -> None:
 
     run(tmp_path, sends, lambda context: VpcCarrier(context).on_message(kept(came)))
     assert [body for _, _, body, _ in came] == [b"arrives", b"arrives"]
+
+
+def test_what_a_vpc_stream_loses_is_counted_and_told(tmp_path: Path) -> None:
+    """Before it opens, written and not acknowledged, and forgotten; what arrived is no loss."""
+    source, target = MINI.vpc_port(NODE), MINI.vpc_port(OTHER)
+    came: Came = []
+    lost: list[bytes] = []
+    counts: list[int] = []
+
+    async def sends(context: Context) -> None:
+        vpc = VpcCarrier(context)
+        vpc.on_lost(lost.append)
+        vpc.send(source, target, b"never opened", b"", 0)
+        await asyncio.sleep(50)
+        vpc.send(source, target, b"arrives", b"", 0)
+        await asyncio.sleep(10)
+        vpc.send(source, target, b"cut", b"", 0)
+        await asyncio.sleep(40)
+        vpc.send(source, target, b"forgotten", b"", 0)
+        vpc.forget(OTHER)
+        counts.append(vpc.statistics()["messages_lost"])
+
+    plan = """[{at: 0 s, for: 45 s, target: node03, plane: vpc, kind: partition},
+               {at: 55 s, for: 40 s, target: node03, plane: vpc, kind: partition}]"""
+    run(tmp_path, sends, lambda context: VpcCarrier(context).on_message(kept(came)), plan)
+    assert [body for _, _, body, _ in came] == [b"arrives"]
+    assert (lost, counts) == ([b"never opened", b"cut", b"forgotten"], [3])
+
+
+def test_what_waits_for_a_vpc_stream_is_bounded(tmp_path: Path) -> None:
+    """The peer is cut off: the transport takes its high-water mark, the queue its bound; what is
+    more is lost at once. All else arrives when the way is back, in order."""
+    source, target = MINI.vpc_port(NODE), MINI.vpc_port(OTHER)
+    came: Came = []
+    lost: list[bytes] = []
+
+    async def sends(context: Context) -> None:
+        vpc = VpcCarrier(context)
+        vpc.on_lost(lost.append)
+        vpc.send(source, target, b"first", b"", 0)
+        await asyncio.sleep(1.5)
+        for number in range(1000):
+            vpc.send(source, target, str(number).encode(), bytes(4096), 0)
+        stream = vpc._streams[OTHER]
+        assert stream.waiting_bytes <= WAITING_BYTES_MAX
+        assert stream.transport is not None
+        assert stream.transport.get_write_buffer_size() < 3 * 65_536
+        await asyncio.sleep(10)
+
+    plan = "[{at: 1 s, for: 2 s, target: node03, plane: vpc, kind: partition}]"
+    run(tmp_path, sends, lambda context: VpcCarrier(context).on_message(kept(came)), plan)
+    arrived = [body for _, _, body, _ in came]
+    assert len(lost) > 500
+    assert arrived == [b"first", *(str(n).encode() for n in range(1000 - len(lost)))]

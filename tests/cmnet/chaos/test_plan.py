@@ -17,7 +17,7 @@ from cmnet.chaos.fault import NOT_BUILT_YET, NodeFault
 from cmnet.errors import InputError
 from cmnet.link import effects
 from cmnet.link.reach import Ends, Where
-from cmnet.link.rules import Rule, Switches
+from cmnet.link.rules import Rule
 from cmnet.units import NEVER_PS
 
 US = 10**6
@@ -44,6 +44,8 @@ class FakeMachine:
     """Four nodes of two dies and a CPU, and a gateway; ids as the real machine numbers them."""
 
     def __init__(self) -> None:
+        self.subplanes = 7
+        self.l2_chips_per_subplane = 16
         nodes = [FakeProcess(index, f"node{index:02}", True) for index in range(4)]
         self._processes = [*nodes, FakeProcess(4, "gateway", False)]
         self._devices: dict[str, FakeDevice] = {}
@@ -374,9 +376,10 @@ def test_a_message_in_full() -> None:
 
 def test_a_small_machine_has_its_own_switches() -> None:
     text = "- {at: 1 s, target: subplane 1, kind: subplane_down}"
-    few = Switches(subplanes=1, chips_per_subplane=1)
+    few = FakeMachine()
+    few.subplanes = few.l2_chips_per_subplane = 1
     with pytest.raises(InputError, match="'subplane 1' is wrong; expected a number from 0 to 0"):
-        plan.parse(text, file="p.yaml", machine=MACHINE, switches=few)
+        plan.parse(text, file="p.yaml", machine=few)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

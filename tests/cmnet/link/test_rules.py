@@ -13,7 +13,7 @@ from cmnet import entropy
 from cmnet.errors import InputError
 from cmnet.link import effects
 from cmnet.link.reach import Ends, FrameFacts, Where
-from cmnet.link.rules import PASS, Rule, Rules, Switches
+from cmnet.link.rules import PASS, Rule, Rules, Switches, make_rules
 from cmnet.units import NEVER_PS
 
 US = 10**6
@@ -547,3 +547,20 @@ def test_a_rule_is_plain_data() -> None:
         one = rule(effect, where=Where(plane=1, one=NODE_3, both_ways=True), start_ps=3)
         data = msgspec.json.encode(one, enc_hook=effects.enc_hook)
         assert msgspec.json.decode(data, type=Rule, dec_hook=effects.dec_hook) == one
+
+
+def test_a_process_s_table_has_its_machine_s_switches_and_its_own_draws() -> None:
+    """A process loses its own frames, the same ones each time; a chip that is not there is refused."""
+
+    class Few:
+        subplanes = 5
+        l2_chips_per_subplane = 2
+
+    def made(process: int, *rules: Rule) -> Rules:
+        return make_rules(Few(), seed=1, process=process, rules=rules)
+
+    half = rule(loss(Fraction(1, 2)))
+    lost = drops(made(0, half), 64)
+    assert lost == drops(made(0, half), 64) != drops(made(1, half), 64)
+    with pytest.raises(InputError, match="from 0 to 4"):
+        made(0, rule(effects.SubplaneDown(subplane=5)))

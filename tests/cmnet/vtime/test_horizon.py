@@ -179,3 +179,14 @@ def test_a_second_report_to_one_grant_is_a_bug() -> None:
     made.report(0, 1, 5, [])
     with pytest.raises(AssertionError):
         made.report(0, 1, 5, [])
+
+
+def test_a_stop_comes_though_nobody_lives() -> None:
+    """A restart may be planned for it: no grant is left to wait for, but the stop is."""
+    horizon = Horizon(1, LOOKAHEAD_PS)
+    horizon.join(0, 0)
+    horizon.stop_at(50)
+    horizon.died(0)
+    assert horizon.decide() == [] and horizon.stops_left and horizon.closed
+    assert (horizon.horizon_ps, horizon.take_stop(), horizon.stops_left) == (50, 50, False)
+    assert horizon.decide() == []

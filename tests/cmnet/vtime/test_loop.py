@@ -557,7 +557,7 @@ def test_a_plane_can_install_the_network() -> None:
 
 
 def test_the_collector_runs_at_virtual_instants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a count of callbacks, so at the same instants in every run."""
+    """By a count of callbacks and events (a sleep is one of each), so at the same instants in every run."""
     monkeypatch.setattr(vtime_loop, "GC_EVERY", 100)
     instants: list[int] = []
     loop = VirtualLoop()
@@ -571,10 +571,33 @@ def test_the_collector_runs_at_virtual_instants(monkeypatch: pytest.MonkeyPatch)
     loop.create_task(tick())
     loop.run_until(10_000)
     loop.close()
-    assert len(instants) == 9 and instants == sorted(set(instants))
+    assert len(instants) == 19 and instants == sorted(set(instants))
 
 
 def test_nothing_is_slow() -> None:
     loop = VirtualLoop()
     assert loop.slow_callback_duration == math.inf
     loop.close()
+
+
+@pytest.mark.parametrize("jump", [False, True], ids=["events", "advance"])
+def test_a_node_that_lives_on_events_alone_collects_too(
+    monkeypatch: pytest.MonkeyPatch, jump: bool
+) -> None:
+    """Deliveries and port events make garbage as callbacks do; an advance stands for an event."""
+    loop = VirtualLoop()
+    instants: list[int] = []
+    loop._gc_at = 100
+    monkeypatch.setattr(gc, "collect", lambda: instants.append(loop.now_ps))
+
+    def event(_: object) -> None:
+        if jump:
+            loop.advance(loop.now_ps + 1)
+
+    try:
+        for number in range(1, 300):
+            loop.agenda.add_port(10 * number, 0, event, None)
+        loop.run_until(10_000)
+    finally:
+        loop.close()
+    assert instants == [510 if jump else 1010]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import select
 import socket
@@ -11,9 +13,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cmnet import entropy
-from cmnet.errors import FrameError
+from cmnet.errors import FrameError, RunError
 from cmnet.wire import frames
-from cmnet.wire.mesh import Address, Mesh, listen
+from cmnet.wire.mesh import STRANGERS_MAX, Address, Mesh, listen
 
 TOKEN = bytes(range(16))
 Got = tuple[int, int, bytes, bytes]
@@ -329,3 +331,77 @@ def test_a_peer_that_is_back_is_connected_to_anew(world: World) -> None:
     sender.mesh.flush()
     world.turn_until(lambda: len(back.got) == 2)
     assert sorted(sequence for _, sequence, _, _ in back.got) == [2, 3]
+
+
+def test_a_peer_that_dies_while_it_is_greeted_loses_the_frame(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between our connect and our greeting: no error of ours."""
+    sender, receiver = connected(world)
+    hello = frames.hello
+
+    def dying(**fields: int | bytes) -> bytes:
+        receiver.unix.close()
+        return hello(**fields)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "hello", dying)
+    sender.send(1, 0, 1, b"", b"")
+    assert (sender.mesh.frames_lost, sender.mesh.flushed()) == (1, True)
+
+
+def test_connections_that_never_greet_are_limited(world: World) -> None:
+    """The oldest go; who has greeted stays, though its greeting was not read when they came."""
+    sender, receiver = connected(world)
+    receiver.mesh.unwatch()
+    sender.send(1, 0, 7, b"", b"")
+    sender.mesh.flush()
+    with contextlib.ExitStack() as open_until_the_end:
+        for _ in range(3 * STRANGERS_MAX):
+            raw = open_until_the_end.enter_context(socket.socket(socket.AF_UNIX))
+            raw.connect(receiver.address.unix_path)
+        receiver.mesh.watch()
+        world.turn_until(lambda: len(receiver.got) == 1)
+        world.settle()
+        assert len(receiver.mesh._incoming) <= STRANGERS_MAX + 3 * len(world.addresses) + 1
+        sender.send(1, 1, 8, b"", b"")
+        sender.mesh.flush()
+        world.turn_until(lambda: len(receiver.got) == 2)
+    assert receiver.broken == []
+
+
+class FullListener:
+    """No descriptor is free as long as ``mesh`` has connections that have not greeted."""
+
+    def __init__(self, mesh: Mesh, listener: socket.socket, *, always: bool = False) -> None:
+        self.mesh, self.listener, self.always = mesh, listener, always
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.always or self.mesh._ungreeted:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.listener.accept()
+
+    def fileno(self) -> int:
+        return self.listener.fileno()
+
+
+def test_without_free_descriptors_strangers_are_hung_up_on(world: World) -> None:
+    """Then there is room for a peer; if there is none even so, the process fails and says why."""
+    sender, receiver = connected(world)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(receiver.address.unix_path)
+        world.settle()
+        receiver.mesh.unwatch()
+        sender.send(1, 0, 7, b"", b"")
+        sender.mesh.flush()
+        full = FullListener(receiver.mesh, receiver.unix)
+        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        receiver.mesh.watch()
+        world.turn_until(lambda: len(receiver.got) == 1)
+        assert receiver.broken == []
+        full.always = True
+        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        assert receiver.broken == [], "nobody waits"
+        sender.send(1, 1, 8, b"", b"")
+        full.listener = receiver.tcp
+        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        assert [type(error) for error in receiver.broken] == [RunError]

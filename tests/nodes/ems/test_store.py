@@ -13,7 +13,7 @@ from cmnet.launch.agent import Context
 from cmnet.testing import LocalMachine
 from cmnet.topology.machine import Plane
 from nodes.carriers import UbCarrier
-from nodes.ems import device
+from nodes.ems import client, device
 from nodes.ems.client import StoreClient
 from nodes.ems.engine import DiskFullError
 from nodes.ems.placement import NodeWeight, make_view
@@ -140,9 +140,9 @@ def test_an_owner_that_is_cut_off_is_a_miss(tmp_path: Path) -> None:
         there, cut = owned_by(1, 2), owned_by(3, 1)
         store.put(there + cut)
         await asyncio.sleep(1)
-        began_ps = store.client._loop.now_ps
+        began_ps = store.client._context.loop.now_ps
         assert await store.load([*there, *cut]) == 2
-        assert store.client._loop.now_ps - began_ps < 1.1 * TIMEOUT_PS
+        assert store.client._context.loop.now_ps - began_ps < 1.1 * TIMEOUT_PS
         assert await store.load([*cut, *there]) == 0
         await asyncio.sleep(10)
         assert await store.load([*cut, *there]) == 3
@@ -240,3 +240,39 @@ def test_a_restarted_server_holds_what_is_on_its_disk(tmp_path: Path) -> None:
 
     run(tmp_path, first)
     run(tmp_path, second)
+
+
+def test_puts_leave_a_few_at_a_time_and_who_has_many_waits(tmp_path: Path) -> None:
+    """A port accepts so much: of 300 puts at one instant 16 are on their way, the others follow in
+    order; ``room`` returns once the blocks of one longest prompt are left."""
+
+    async def work(store: Store) -> None:
+        loop, some = asyncio.get_running_loop(), keys(300)
+        store.put(some)
+        await asyncio.sleep(1e-6)
+        assert most_waiting(store) == client.PUTS_AT_ONCE
+        await store.client.room()
+        assert store.client._puts_open == client.PUTS_WAITING_MAX
+        assert loop.time() > 0.005
+        await asyncio.sleep(0.1)
+        assert store.count("puts") == 300
+        assert (store.client._puts_open, store.client.puts_lost) == (0, 0)
+
+    run(tmp_path, work)
+
+
+def most_waiting(store: Store) -> int:
+    carriers: Any = store.post._carriers
+    waiting: int = carriers[Plane.UB].statistics()["operations_waiting"]
+    return waiting
+
+
+def test_a_put_that_does_not_arrive_is_counted(tmp_path: Path) -> None:
+    """The link gives up; the next one goes on."""
+
+    async def work(store: Store) -> None:
+        store.put(owned_by(3, 20))
+        await asyncio.sleep(5)
+        assert (store.client.puts_lost, store.client._puts_open) == (20, 0)
+
+    run(tmp_path, work, "[{at: 0 s, target: node03, plane: ub, kind: partition}]")

@@ -18,7 +18,7 @@ from cmnet.vtime.loop import VirtualLoop
 from nodes.model.body import Array
 from nodes.model.seal import SealBody
 from nodes.model.tiles import parse_scale
-from nodes.moe.exchange import Exchange, Key, Rows
+from nodes.moe.exchange import FLAG_BYTES, Exchange, Key, Rows
 from nodes.moe.placement import place
 from nodes.settings import ModelSettings
 from tests.rig import machine
@@ -44,10 +44,18 @@ class Fabric:
         self.machine = MINI
         self.handlers: dict[int, Callable[[Any], None]] = {}
         self.sent: list[Message] = []
+        self.asked: list[tuple[int, int]] = []
+        """(device, bytes) that somebody waited to have room for."""
         self.lost: Callable[[list[int]], None] = lambda _: None
 
     def bind(self, kind: int, handler: Callable[[Any], None]) -> None:
         self.handlers[kind] = handler
+
+    def route(self, *way: int) -> tuple[int, ...]:
+        return way[2:]
+
+    async def room(self, route: tuple[int, int], charged_bytes: int) -> None:
+        self.asked.append((route[0], charged_bytes))
 
     def send_burst(
         self, *, source: int, kind: int, head: bytes, items: Any, lost: Any, **_: object
@@ -287,5 +295,19 @@ def test_latencies_are_from_the_first_start_to_the_last_arrival() -> None:
         await asyncio.sleep(2e-6)
         await pair.nodes[1].rows(KEY, (0,))
         assert pair.nodes[1].statistics() == {"dispatch_ps": [2_000_000], "combine_ps": []}
+
+    run(work)
+
+
+def test_room_is_asked_for_all_that_a_burst_may_charge() -> None:
+    """At the port of the die that sends: 3 tokens to 9 experts each and a flag to both nodes; 5 results."""
+
+    async def work(pair: Pair) -> None:
+        node = pair.nodes[0]
+        await node.room_to_dispatch(2, 3, 2)
+        await node.room_to_combine(DEVICES[1], 5)
+        tokens_bytes = 27 * MODEL.dispatch_bytes + 2 * FLAG_BYTES
+        asked = [(DEVICES[2], tokens_bytes), (DEVICES[1], 5 * MODEL.combine_bytes)]
+        assert pair.fabrics[0].asked == asked
 
     run(work)

@@ -95,9 +95,9 @@ def right(index: int, **changes: Any) -> RequestResult:
     return RequestResult(**{**fields, **changes})
 
 
-def failed(index: int) -> RequestResult:
+def failed(index: int, error: str = "node02 died") -> RequestResult:
     """What it writes when the tries are used up."""
-    return right(index, status="error", error="node02 died", tokens=[], seals=[], token_ps=[])
+    return right(index, status="error", error=error, tokens=[], seals=[], token_ps=[])
 
 
 def record(outcome: Outcome | None, *, plan: dict[str, Any] | None = None) -> Record:

@@ -34,10 +34,15 @@ class Nodes:
         self.silent: set[int] = set()
         self.incarnations = dict.fromkeys(range(4), 0)
         self.forgotten: list[int] = []
+        self.lost: Callable[[Any], None]
+        """Tells the gateway that a message of its own may not have arrived."""
         self.marks: list[str] = []
 
     def on(self, kind: type, handler: Callable[[Any, bytes, int], None]) -> None:
         self.handlers[kind] = handler
+
+    def on_lost(self, _: Plane, handler: Callable[[Any], None]) -> None:
+        self.lost = handler
 
     def send(self, plane: Plane, source: int, target: int, message: msgspec.Struct) -> None:
         node = MACHINE.devices[target].process

@@ -61,7 +61,17 @@ class Played:
     """The node and all around it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
-        fabric = SimpleNamespace(machine=MACHINE, bind=lambda *_: None, send_burst=lambda **_: None)
+        self.bursts = 0
+        self.room = asyncio.Event()
+        """Set: the ports take all."""
+        self.room.set()
+        fabric = SimpleNamespace(
+            machine=MACHINE,
+            bind=lambda *_: None,
+            send_burst=self._sent,
+            route=lambda *way: way,
+            room=lambda *_: self.room.wait(),
+        )
         context: Any = SimpleNamespace(
             loop=loop,
             fabric=fabric,
@@ -72,6 +82,9 @@ class Played:
         self.post = Post(loop)
         post: Any = self.post
         self.node = DecodeNode(context, post, JOB, BODY, lambda _, items: items)
+
+    def _sent(self, **_: object) -> None:
+        self.bursts += 1
 
     def rows(self, request: int, *, attempt: int = 0, rank: int = 5) -> None:
         """KV rows of a prompt of one carried row arrive."""
@@ -131,6 +144,38 @@ def test_rows_that_come_twice_or_too_late_are_not_taken() -> None:
         assert played.held() == ([], [])
         played.rows(2, attempt=2)
         assert played.held() == ([(2, 2)], [])
+
+    play(work)
+
+
+def test_all_attempts_up_to_the_one_given_up_are_dropped() -> None:
+    """Active or waiting: the Cancel of an earlier one may have been lost."""
+
+    async def work(played: Played) -> None:
+        played.rows(1, attempt=0)
+        played.step(1, (1, 0))
+        played.rows(1, attempt=1)
+        played.rows(1, attempt=2)
+        played.rows(2, attempt=0)
+        assert played.held() == ([(1, 1), (1, 2), (2, 0)], [(1, 0)])
+        played.post.come(messages.Cancel(1, 1))
+        assert played.held() == ([(1, 2), (2, 0)], [])
+
+    play(work)
+
+
+def test_tokens_leave_when_the_port_has_room() -> None:
+    """A full port makes the step wait; it is not given more."""
+
+    async def work(played: Played) -> None:
+        played.room.clear()
+        played.rows(1)
+        played.step(1, (1, 0))
+        await asyncio.sleep(1)
+        assert played.bursts == 0
+        played.room.set()
+        await asyncio.sleep(1)
+        assert played.bursts == 1
 
     play(work)
 

@@ -149,3 +149,23 @@ def test_long_answers_show_the_watchdog_that_they_move(tmp_path: Path, tokens: i
     run(play)
     expected = [f"request 0 token {index}" for index in range(0, tokens, 256)]
     assert run.nodes.marks == [*expected, "request 0 ok"]
+
+
+def test_a_prompt_that_was_lost_is_sent_anew_at_once(tmp_path: Path) -> None:
+    """Not after 300 s; one that is lost late or of an earlier try ends nothing."""
+
+    async def play(nodes: Nodes) -> None:
+        await settle()
+        (_, prompt) = nodes.told(messages.Prefill)[0]
+        nodes.lost(prompt)
+        await settle()
+        assert [each.attempt for _, each in nodes.told(messages.Prefill)] == [0, 1]
+        nodes.lost(prompt)
+        nodes.lost(messages.Epoch(1, (2, 3)))
+        nodes.first(0, 1)
+        nodes.lost(nodes.told(messages.Prefill)[1][1])
+        nodes.token(0, 1, 1, last=True)
+
+    (record,) = Run(tmp_path, [request(0, output_tokens=2)])(play)
+    assert (record["status"], record["tries"]) == ("ok", 2)
+    assert record["ended_ps"] < 10**12

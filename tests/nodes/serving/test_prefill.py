@@ -31,6 +31,9 @@ class Store:
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
         self.asked: list[int] = []
+        self.puts_lost = 0
+        self.free = asyncio.Event()
+        self.free.set()
 
     async def load_prefix(self, keys: Sequence[bytes]) -> list[bytes]:
         self.asked.append(len(keys))
@@ -45,6 +48,9 @@ class Store:
     def put(self, key: bytes, value: bytes, charged_bytes: int) -> None:
         assert charged_bytes == 512 * JOB.model.kv_bytes_per_token
         self.blocks[key] = value
+
+    async def room(self) -> None:
+        await self.free.wait()
 
 
 class Post:
@@ -181,9 +187,42 @@ def test_a_prompt_that_was_given_up_while_it_waited_is_not_computed() -> None:
             cancel(messages.Cancel(request, 0), b"", -1)
         await asyncio.sleep(1)
         played.ask(3, 100)
-        cancel(messages.Cancel(3, 1), b"", -1)
+        cancel(messages.Cancel(2, 1), b"", -1)
         (first,) = await played.answered(1)
         assert (first.request, played.instance.batches) == (3, 1)
+
+    play(work)
+
+
+def test_all_attempts_up_to_the_one_given_up_leave_the_queue() -> None:
+    """The Cancel of an earlier one may have been lost; a later one stays."""
+
+    async def work(played: Played) -> None:
+        played.ask(0, 100)
+        await asyncio.sleep(0)
+        for attempt in range(3):
+            prompt = messages.Prefill(1, attempt, 100, 2, (7,), 0)
+            played.post.handlers[messages.Prefill](prompt, b"", -1)
+        played.post.handlers[messages.Cancel](messages.Cancel(1, 1), b"", -1)
+        await asyncio.sleep(10)
+        firsts = [(each.request, each.attempt) for each in played.post.told(messages.First)]
+        assert firsts == [(0, 0), (1, 2)]
+
+    play(work)
+
+
+def test_the_next_batch_waits_until_the_store_takes_more() -> None:
+    """Otherwise blocks that wait to be stored would pile up without limit."""
+
+    async def work(played: Played) -> None:
+        played.store.free.clear()
+        played.ask(0, 600)
+        await played.answered(1)
+        played.ask(1, 600)
+        await asyncio.sleep(10)
+        assert len(played.post.told(messages.First)) == 1
+        played.store.free.set()
+        await played.answered(2)
 
     play(work)
 

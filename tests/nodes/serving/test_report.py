@@ -8,14 +8,36 @@ from typing import Any
 import msgspec
 import pytest
 
+from cmnet.chaos import plan as plans
 from cmnet.record.record import Death, Outcome
 from nodes.serving import report, tables, verify
 from nodes.serving.result import RequestResult
 from tests.nodes.serving import answers
 from tests.nodes.serving.answers import ENDED, MS
+from tests.rig import machine
 
 GOOD = [answers.right(0), answers.right(1)]
-FAULTS = {"faults": [{"type": "node"}]}
+
+
+def plan_of(text: str) -> dict[str, Any]:
+    """A plan as the record keeps it."""
+    data: dict[str, Any] = plans.parse(f"[{text}]", file="test", machine=machine("mini")).to_data()
+    return data
+
+
+KILL = plan_of("{at: 1 s, target: node02, kind: kill}")
+LOSS = plan_of("{at: 0 s, target: plane vpc, kind: loss, p: 0.5}")
+HARMLESS = plan_of(
+    "{at: 0 s, target: plane ub, kind: delay, delay: 1 ms},"
+    "{at: 0 s, target: plane ub, kind: jitter, jitter: 1 ms},"
+    "{at: 0 s, target: plane ub, kind: rate, factor: 0.5},"
+    "{at: 0 s, target: plane ub, kind: duplicate, p: 0.5},"
+    "{at: 0 s, target: subplane 3, kind: subplane_down}"
+)
+ALL_DOWN = plan_of(
+    ",".join(f"{{at: 0 s, target: subplane {n}, kind: subplane_down}}" for n in range(7))
+)
+DIED = Death(node="node02", at_ps=1_500_000, planned=False)
 
 KEYS = (
     *("run", "launch_s", "wall_s", "virtual_s", "digest", "windows", "grants", "lag_s", "deaths"),
@@ -110,7 +132,17 @@ PROBLEMS: dict[str, tuple[list[RequestResult], dict[str, Any], str]] = {
     ),
     "wrong token": ([answers.right(0, tokens=[1, 2, 3]), GOOD[1]], {}, "of 4 tokens are wrong"),
     "unfinished": (GOOD[:1], {}, "1 requests have no end"),
-    "failed": ([answers.failed(0), GOOD[1]], {}, "no fault was planned"),
+    "failed": ([answers.failed(0), GOOD[1]], {}, "request 0: node02 died"),
+    "failed, nothing of the plan": (
+        [answers.failed(0), GOOD[1]],
+        {"plan": HARMLESS},
+        "request 0: node02 died",
+    ),
+    "failed, not by the death": (
+        [answers.failed(0, "a token for expert 900"), GOOD[1]],
+        {"plan": KILL},
+        "a token for expert 900",
+    ),
 }
 
 
@@ -123,10 +155,34 @@ def test_what_went_wrong_is_a_problem(name: str, tmp_path: Path) -> None:
     assert words in problems[0]
 
 
-def test_a_request_that_failed_by_a_planned_fault_is_no_problem(tmp_path: Path) -> None:
+EXCUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "planned death": ("node02 died before 5 s", {"plan": KILL}),
+    "unplanned death": (
+        "no decode node lived for 30 s",
+        {"outcome": msgspec.structs.replace(ENDED, deaths=[DIED])},
+    ),
+    "lost messages": ("KV transfer: no acknowledgement in 1 s", {"plan": LOSS}),
+    "all sub-planes down": ("message to node02: the link gave up", {"plan": ALL_DOWN}),
+    "lost way": ("no path to node02/npu0/die1", {"plan": LOSS}),
+}
+
+
+@pytest.mark.parametrize("name", EXCUSED)
+def test_a_request_that_failed_by_a_fault_is_no_problem(name: str, tmp_path: Path) -> None:
     """It ended with an error and the others are right: that is what is promised."""
-    found = build(tmp_path, [answers.failed(0), GOOD[1]], plan=FAULTS)
+    error, changes = EXCUSED[name]
+    found = build(tmp_path, [answers.failed(0, error), GOOD[1]], **changes)
     assert found["problems"] == []
+
+
+def test_counters_are_those_of_the_part_that_is_named(tmp_path: Path) -> None:
+    """Another part may have one of the same name, and come first."""
+    folder = answers.write_run(tmp_path / "run", GOOD)
+    for path in sorted((folder / "statistics").glob("*.json")):
+        data = msgspec.json.decode(path.read_bytes())
+        data["program"] = {"another": {"tokens": 900, "steps": 1}} | data["program"]
+        path.write_bytes(msgspec.json.encode(data))
+    assert row(report.build(report.collect(folder)), "dispatch")["tokens_per_die"] == 0.5
 
 
 def test_tokens_that_were_not_verified_are_a_problem(tmp_path: Path) -> None:
@@ -139,9 +195,8 @@ def test_tokens_that_were_not_verified_are_a_problem(tmp_path: Path) -> None:
 
 def test_people_read_the_same(tmp_path: Path) -> None:
     """Deaths with their instants, failures with their reasons, and what was verified."""
-    death = Death(node="node02", at_ps=1_500_000, planned=False)
-    ended = msgspec.structs.replace(ENDED, deaths=[death], not_reached=["kill at 9 s"])
-    found = build(tmp_path, [GOOD[1], answers.failed(0)], outcome=ended, plan=FAULTS)
+    ended = msgspec.structs.replace(ENDED, deaths=[DIED], not_reached=["kill at 9 s"])
+    found = build(tmp_path, [GOOD[1], answers.failed(0)], outcome=ended, plan=KILL)
     text = "\n".join([*tables.head(found), *tables.foot(found)])
     for words in (
         "node02 died by itself at 1.5 us (1500000 ps)",

@@ -261,3 +261,16 @@ def test_the_published_azure_trace_is_read_to_the_digit() -> None:
     assert workload.requests[1].arrival_ps == 52_000_000_000
     assert workload.requests[-1].arrival_ps == 3_435_948_056_000_000
     assert workload.distinct_blocks == workload.block_references
+
+
+@pytest.mark.parametrize(("days", "rate"), [(107, Fraction(1)), (11, Fraction(1, 10))])
+def test_a_trace_longer_than_a_run_can_be_is_refused(
+    days: int, rate: Fraction, tmp_path: Path
+) -> None:
+    """Picoseconds in 64 bits hold 106 days; the row that goes beyond is named."""
+    file = tmp_path / "long.jsonl"
+    row = '{{"timestamp": {}, "input_length": 5, "output_length": 1, "hash_ids": [1]}}\n'
+    file.write_text(row.format(0) + row.format(days * 86_400_000))
+    with pytest.raises(InputError) as caught:
+        read_trace(str(file), max_tokens=100, block_tokens=512, rate=rate)
+    assert (caught.value.file, caught.value.key) == (str(file), "line 2: timestamp")
