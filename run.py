@@ -134,7 +134,7 @@ def serve(
     plan: Plan = None,
     seed: Seed = "0",
     scale: Annotated[str, _option("S", "Carried bytes of a token vector, or 'full'.")] = "64",
-    model: Annotated[str, _option("NAME", "seal: the transport's half of the model.")] = "seal",
+    model: Annotated[str, _option("NAME", "exact, or seal: the transport's half of it.")] = "exact",
     moe: Annotated[str, _option("NAME", "full: every message moves.")] = "full",
     start_order: Annotated[str, _option("ORDER", "listed, random or reverse.")] = "listed",
     socket_buffer: Annotated[str, _option("SIZE", "The kernel's, of each socket.")] = "4MiB",

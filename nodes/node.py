@@ -12,7 +12,8 @@ from nodes.carriers import RdmaCarrier, UbCarrier, VpcCarrier
 from nodes.ems.client import StoreClient
 from nodes.ems.placement import NodeWeight, View, make_view
 from nodes.ems.server import StoreServer
-from nodes.model.seal import SealBody
+from nodes.model import bodies
+from nodes.model.body import Body
 from nodes.moe.exchange import Touch
 from nodes.post import Post
 from nodes.serving import messages
@@ -33,7 +34,7 @@ def untouched(_: str, items: Any) -> Any:
 
 def make_program(machine: Machine, job: Job, touch: Touch = untouched) -> Program:
     """The program of a serving run; made before the fork, so that nodes share what it holds."""
-    body = SealBody(job.model)
+    body = bodies.make(job.body, job.model)
     view = make_view(1, [NodeWeight(machine.processes[node].name) for node in machine.roles.ems])
 
     async def program(context: Context) -> None:
@@ -45,9 +46,7 @@ def make_program(machine: Machine, job: Job, touch: Touch = untouched) -> Progra
 class Node:
     """One process: gateway, or a node with its roles."""
 
-    def __init__(
-        self, context: Context, job: Job, body: SealBody, view: View, touch: Touch
-    ) -> None:
+    def __init__(self, context: Context, job: Job, body: Body, view: View, touch: Touch) -> None:
         self._context = context
         self._job = job
         self._body = body

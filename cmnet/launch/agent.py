@@ -392,6 +392,6 @@ def _short_lines(lines: list[str]) -> list[str]:
 def prepare_process(run_folder: str, name: str) -> None:
     """What every process of a run does first: its name, its own signals, its stacks on SIGUSR1."""
     deathsig.call_me(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    deathsig.leave_terminal()
     stacks = (Path(run_folder) / "stacks" / f"{name}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -23,6 +23,12 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def leave_terminal() -> None:
+    """Ignore what a terminal or ``timeout`` sends to the whole group: the supervisor decides."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def call_me(name: str) -> None:
     """Name this process; the kernel keeps 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -5,6 +5,7 @@ Owns their shape and the making of a run's folder. Does not own what becomes of 
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -90,3 +91,11 @@ def _make_run_folder(parent: Path, word: str) -> Path:
             (folder / inside).mkdir(mode=0o700)
         return folder
     raise LaunchError(f"no free name for a run folder in {parent}")
+
+
+def granted_buffer_bytes(asked_bytes: int) -> int:
+    """What the kernel gives of the socket buffer that is asked for (it may have a cap)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, asked_bytes)
+        # Linux doubles what is asked, for its own accounting (socket(7))
+        return probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2

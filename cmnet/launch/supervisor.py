@@ -13,7 +13,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import uvloop
 
 from cmnet import errors
 from cmnet.launch import agent
+from cmnet.launch import run as runs
 from cmnet.launch.run import DeathRecord as DeathRecord
 from cmnet.launch.run import NodeFault as NodeFault
 from cmnet.launch.run import RunResult as RunResult
@@ -31,6 +31,7 @@ from cmnet.launch.run import Settings as Settings
 from cmnet.launch.run import make_run_folder as make_run_folder
 from cmnet.launch.zygote import Zygote, control_pair, make_socket_folder
 from cmnet.record import digest
+from cmnet.record.log import Log
 from cmnet.topology.machine import Machine
 from cmnet.units import NEVER_PS, format_ps
 from cmnet.vtime.conductor import Conductor
@@ -62,7 +63,8 @@ class Supervisor:
         self.folder = folder
         self.result = RunResult(folder=str(folder))
         self.processes_count = len(machine.processes)
-        self.result.socket_buffer_bytes = self._granted_buffer_bytes()
+        self.result.socket_buffer_bytes = runs.granted_buffer_bytes(settings.socket_buffer_bytes)
+        self._log = Log(folder)
         self._progress = progress
         self._started = time.perf_counter()
         self._first_grant = 0.0
@@ -92,13 +94,6 @@ class Supervisor:
         self._stall = Stall()
         self._on_ready: Callable[[], None] = lambda: None
 
-    def _granted_buffer_bytes(self) -> int:
-        """What the kernel gives of the socket buffer that was asked for (it may have a cap)."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.settings.socket_buffer_bytes)
-            # Linux doubles what is asked, for its own accounting (socket(7))
-            return probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
-
     # --- the whole run ----------------------------------------------------------------------------
 
     def run(self) -> RunResult:
@@ -122,8 +117,8 @@ class Supervisor:
         self._loop = loop
         self.horizon = Horizon(self.processes_count, self.machine.lookahead.lookahead_ps)
         self.conductor = Conductor(loop, self.horizon, self, self.processes_count)
-        loop.add_signal_handler(signal.SIGINT, self.interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self.interrupt)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self.interrupt)
         self._watch()
         self._on_ready = self._begin
         everyone = list(range(self.processes_count))
@@ -192,6 +187,8 @@ class Supervisor:
         self._zygote.close()
         for process in list(self._pidfds):
             self._wait_until_gone(process)
+        self._log.event("ended", at_ps=self.result.virtual_ps, error=self.result.error)
+        self._log.close()
         loop.close()
         shutil.rmtree(self._socket_folder, ignore_errors=True)
 
@@ -247,6 +244,7 @@ class Supervisor:
         for fault in self._faults:
             self.horizon.stop_at(fault.at_ps)
         self._running = True
+        self._log.event("began", at_ps=0, processes=self.processes_count)
         self._first_grant = time.perf_counter()
         self.conductor.on_window = self._window_closed
         self.conductor.go()
@@ -382,16 +380,13 @@ class Supervisor:
         if planned:
             self._unplanned_windows.pop(process, None)
         self._wait_until_gone(process)
+        name = self.machine.processes[process].name
+        self._log.event("node_died", at_ps=at_ps, node=name, planned=planned)
         self._addresses[process] = None
         self.conductor.drop_work(process)
         self._ended_digests[process].append(self.conductor.states[process].digest)
         self.result.deaths.append(
-            DeathRecord(
-                process=process,
-                name=self.machine.processes[process].name,
-                at_ps=at_ps,
-                planned=planned,
-            )
+            DeathRecord(process=process, name=name, at_ps=at_ps, planned=planned)
         )
         self.conductor.tell_all(
             "peer_down",
@@ -417,6 +412,8 @@ class Supervisor:
         self._on_ready = self._go_on
         if not self._start([process], start_ps=at_ps):
             return
+        name = self.machine.processes[process].name
+        self._log.event("node_restarted", at_ps=at_ps, node=name)
         address = msgspec.to_builtins(self._addresses[process])
         for peer in self.horizon.alive():
             self.conductor.tell(peer, "peer_up", process=process, address=address)

@@ -128,10 +128,10 @@ def _live(
     status = 1
     gc.freeze()  # what an earlier run left would close, when collected, descriptors that are ours now
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: _leave(socket_folder, 0))
+        deathsig.leave_terminal()
+        signal.signal(signal.SIGUSR2, lambda *_: _leave(socket_folder, 0))
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        deathsig.die_with_parent(supervisor, signal.SIGTERM)
+        deathsig.die_with_parent(supervisor, signal.SIGUSR2)
         _close(inherited)
         _obey(machine, program, socket_folder, orders)
         status = 0
@@ -234,7 +234,7 @@ def _become(
     """A child's life; never returns."""
     control_socket = socket.socket(fileno=fd)
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         deathsig.die_with_parent(zygote)
         order.pop("processes")

@@ -205,8 +205,9 @@ class Exchange:
         began_ps: int,
     ) -> None:
         """Write a rank's tokens to their experts, then its counts to every node."""
-        item_bytes = self._scale.vector_bytes
-        data = bytes(tiles.tile(vectors, item_bytes=item_bytes)) if len(vectors) else b""
+        tiling = self._scale.vector
+        item_bytes = tiling.item_bytes
+        data = bytes(tiles.tile(vectors, tiling)) if len(vectors) else b""
         model = self._body.settings
         items, counts = [], dict.fromkeys(nodes_first_ranks, 0)
         shared = placement.shared[rank]
@@ -303,10 +304,10 @@ class Exchange:
         if awaited is None:
             return  # of a step that was given up
         awaited.came(began_ps, self._loop.now_ps)
-        words, item_bytes = self._body.result_words, self._scale.result_bytes
+        tiling = self._scale.result
         for target, data, _ in bundle.items:
             token, k = _RESULT.unpack_from(data)
-            result = tiles.untile(data[_RESULT.size :], words=words, item_bytes=item_bytes)
+            result = tiles.untile(data[_RESULT.size :], tiling)
             awaited.results[token, k] = result[0]
             awaited.missing.pop((target, token, k), None)
         if not awaited.missing:
@@ -348,11 +349,8 @@ class Exchange:
         if not parts:
             empty = np.empty(0, dtype=np.int64)
             return Rows(experts=empty, vectors=empty, targets=[], sources=[], slots=[])
-        vectors = tiles.untile(
-            b"".join([data for _, _, data in parts]),
-            words=self._body.vector_words,
-            item_bytes=self._scale.vector_bytes,
-        )
+        joined = b"".join([data for _, _, data in parts])
+        vectors = tiles.untile(joined, self._scale.vector)
         experts = np.array([expert for _, expert, _ in parts], dtype=np.int64)
         if experts.max() > self._body.settings.shared_expert:
             raise CorruptError(f"a token for expert {experts.max()}", definite=True)
@@ -375,8 +373,9 @@ class Exchange:
         began_ps: int,
     ) -> None:
         """Write one expert die's results (those at ``chosen``) back to their sources."""
-        item_bytes = self._scale.result_bytes
-        data = bytes(tiles.tile(results[chosen], item_bytes=item_bytes))
+        tiling = self._scale.result
+        item_bytes = tiling.item_bytes
+        data = bytes(tiles.tile(results[chosen], tiling))
         charged_bytes = self._body.settings.combine_bytes
         items = []
         for number, index in enumerate(chosen):

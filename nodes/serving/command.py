@@ -30,7 +30,7 @@ from cmnet.topology.machine import Machine
 from cmnet.units import format_ps
 from nodes import node
 from nodes.kv.groups import Groups
-from nodes.model.seal import SealBody
+from nodes.model import bodies
 from nodes.serving import options as serve_options
 from nodes.serving import report as reports
 from nodes.serving import result, tables, verify, workload
@@ -100,10 +100,11 @@ def prepare(
     _check_roles(machine)
     model = machine.sections["model"]
     assert isinstance(model, ModelSettings)
-    scale = serve_options.scale(options.scale, model)
+    exact = options.model == "exact"
+    scale = serve_options.scale(options.scale, model, exact=exact)
     return Prepared(
         machine=machine,
-        job=make_job(machine, _workload(options, model), scale),
+        job=make_job(machine, _workload(options, model), scale, options.model),
         plan=plan,
         options=options,
         command_line=list(command_line),
@@ -252,7 +253,8 @@ def _serving(prepared: Prepared) -> Serving:
         workload=job.workload,
         trace_sha256=prepared.trace_sha256,
         model=job.model,
-        fingerprint=SealBody(job.model).fingerprint,
+        body=job.body,
+        fingerprint=bodies.make(job.body, job.model).fingerprint,
         settings=job.serving,
         prefill_npus=sum(map(len, roles.prefill)) * machine.npus_per_node,
         decode_npus=len(roles.decode) * machine.npus_per_node,

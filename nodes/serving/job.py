@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cmnet.topology.machine import Machine
+from nodes.model import bodies
 from nodes.model.tiles import Scale
 from nodes.serving.settings import ServingSettings
 from nodes.serving.workload import Workload
@@ -18,16 +19,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSettings
     serving: ServingSettings
     scale: Scale
+    body: bodies.Name = "seal"
 
 
-def make_job(machine: Machine, workload: Workload, scale: Scale) -> Job:
+def make_job(machine: Machine, workload: Workload, scale: Scale, body: bodies.Name = "seal") -> Job:
     """A job with the settings of the machine's ``model:`` and ``serving:`` sections.
 
     The machine must have been loaded with ``EXTENSIONS``.
     """
     model, serving = machine.sections["model"], machine.sections["serving"]
     assert isinstance(model, ModelSettings) and isinstance(serving, ServingSettings)
-    return Job(workload=workload, model=model, serving=serving, scale=scale)
+    return Job(workload=workload, model=model, serving=serving, scale=scale, body=body)
 
 
 EXTENSIONS: dict[str, type[msgspec.Struct]] = {"model": ModelSettings, "serving": ServingSettings}

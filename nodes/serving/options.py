@@ -32,6 +32,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None
     seed: int = 0
     scale: str = "64"
+    model: Literal["exact", "seal"] = "seal"
+    """Also of records from before there were two."""
     start_order: Literal["listed", "random", "reverse"] = "listed"
     socket_buffer_bytes: int = 4 << 20
     journal: bool = False
@@ -65,7 +67,7 @@ def refuse_later(given: Mapping[str, Any]) -> None:
 
 def parse(given: Mapping[str, Any]) -> Options:
     """Options from the texts of the command line. Raises InputError that names the option."""
-    options.choice(given["model"], option="--model", built=("seal",), planned=("exact",))
+    model = options.choice(given["model"], option="--model", built=("exact", "seal"))
     options.choice(given["moe"], option="--moe", built=("full",), planned=("sampled", "modelled"))
     planned = ("locality",)
     options.choice(given["scheduler"], option="--scheduler", built=("peer",), planned=planned)
@@ -81,6 +83,7 @@ def parse(given: Mapping[str, Any]) -> Options:
         plan=_path(given["plan"], "--plan"),
         seed=options.seed(given["seed"]),
         scale=given["scale"],
+        model=cast(Literal["exact", "seal"], model),
         start_order=cast(Literal["listed", "random", "reverse"], order),
         socket_buffer_bytes=options.socket_buffer_bytes(given["socket_buffer"]),
         journal=given["journal"],
@@ -96,10 +99,10 @@ def recorded(data: object) -> Options:
         raise options.wrong("record.json: options", str(error), "options of serve") from None
 
 
-def scale(text: str, model: ModelSettings) -> tiles.Scale:
+def scale(text: str, model: ModelSettings, *, exact: bool = False) -> tiles.Scale:
     """``--scale`` for this model. Raises InputError."""
     try:
-        return tiles.parse_scale(text, model)
+        return tiles.parse_scale(text, model, exact=exact)
     except ValueError as error:
         raise options.wrong("--scale", text, str(error)) from None
 

@@ -143,28 +143,31 @@ class PrefillInstance:
 
     def _finish(self, work: _Work) -> None:
         """Compute; first token and rows out, new blocks to the store."""
-        message, body, layers = work.message, self._body, self._model.carried_layers
-        cached = self._cached(work)
+        message, body = work.message, self._body
+        cached, cached_seals = self._cached(work)
         seeds = self._touch("seeds", work.rows.seeds[cached.shape[1] :])
-        prefilled = body.prefill(seeds, cached_rows=cached[:layers])
-        rows = np.concatenate([cached[:layers], prefilled.rows], axis=1)
-        states = np.concatenate([cached[layers], prefilled.states])
-        share = body.fold_prompt(states, first_place=0)
+        prefilled = body.prefill(seeds, cached_rows=cached)
+        rows = np.concatenate([cached, prefilled.rows], axis=1)
+        seals = np.concatenate([cached_seals, body.seals(prefilled.states)])
+        share = body.fold_prompt(seals, first_place=0)
         self.tokens += message.input_tokens
         self.tokens_cached += work.cached_tokens
-        token = self._answer(work, states[-1:], share)
+        token = self._answer(work, prefilled.states[-1:], share)
         if message.output_tokens > 1:
             self._send_rows(message, rows, token, share)
-        self._store_blocks(work, rows, states)
+        self._store_blocks(work, rows, seals)
 
-    def _cached(self, work: _Work) -> Array:
-        """The rows of each carried layer, then the final states, of the blocks that were loaded."""
-        layers = self._model.carried_layers
-        rows_per_block = self._model.rows_per_block
+    def _cached(self, work: _Work) -> tuple[Array, Array]:
+        """Rows [layers, n] and last-layer seals [n] of the blocks that were loaded."""
+        layers, count = self._model.carried_layers, self._model.rows_per_block
+        rows = [self._body.rows_from_bytes(b"").reshape(layers, 0)]
+        seals = [np.empty(0, dtype=np.uint64)]
         blocks = self._touch("blocks", np.array([_words(block) for block in work.cached]))
-        blocks = blocks.reshape(work.hit_blocks, layers + 1, rows_per_block).astype(np.uint64)
-        cached: Array = np.moveaxis(blocks, 0, 1).reshape(layers + 1, -1)
-        return cached
+        for block in blocks:
+            held = self._body.rows_from_bytes(block[:-count].tobytes())
+            rows.append(held.reshape(layers, count))
+            seals.append(block[-count:].astype(np.uint64))
+        return np.concatenate(rows, axis=1), np.concatenate(seals)
 
     def _answer(self, work: _Work, state: Array, share: int) -> int:
         """The first token, to the gateway; with the receipt where it is the only one."""
@@ -197,13 +200,13 @@ class PrefillInstance:
         source = self._dies[self._groups.prefill_tp_rank(decode_dp_rank=message.rank)]
         self._sender.begin(header, np.ascontiguousarray(rows).tobytes(), source)
 
-    def _store_blocks(self, work: _Work, rows: Array, states: Array) -> None:
+    def _store_blocks(self, work: _Work, rows: Array, seals: Array) -> None:
         rows_per_block = self._model.rows_per_block
         charged_bytes = self._model.block_tokens * self._model.kv_bytes_per_token
         for index in range(work.hit_blocks, work.rows.full_blocks):
             span = slice(index * rows_per_block, (index + 1) * rows_per_block)
-            block = np.concatenate([rows[:, span], states[None, span]])
-            self._store.put(work.rows.block_keys[index], block.tobytes(), charged_bytes)
+            block = np.ascontiguousarray(rows[:, span]).tobytes() + seals[span].tobytes()
+            self._store.put(work.rows.block_keys[index], block, charged_bytes)
 
     def statistics(self) -> dict[str, Any]:
         """Counters for the report."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cmnet.errors import InputError
+from nodes.model import bodies
 from nodes.serving.settings import ServingSettings
 from nodes.serving.workload import Request, Workload
 from nodes.settings import ModelSettings
@@ -60,6 +61,8 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     trace_sha256: str
     """Of the trace file's content; "" if generated."""
     model: ModelSettings
+    body: bodies.Name = "seal"
+    """Of the model: ``nodes.model.bodies``."""
     fingerprint: str
     """Of the model."""
     settings: ServingSettings

@@ -15,7 +15,8 @@ import msgspec
 
 from cmnet.launch import beside
 from cmnet.record import tail
-from nodes.model.oracle import ClaimedRequest, Oracle
+from nodes.model import bodies
+from nodes.model.oracle import ClaimedRequest
 from nodes.serving import result
 from nodes.serving.result import RequestResult, Serving
 
@@ -40,7 +41,7 @@ class Verifier:
     def __init__(self, serving: Serving) -> None:
         self.verified = Verified()
         self._requests = serving.workload.requests
-        self._oracle = Oracle(serving.model)
+        self._oracle = bodies.judge(serving.body, serving.model)
         self._seen: set[int] = set()
 
     def take(self, line: bytes) -> None:

@@ -7,34 +7,48 @@ import pytest
 
 from cmnet import errors
 from nodes.model import tiles
+from nodes.model.body import U64
 from nodes.settings import ModelSettings
 
 MODEL = ModelSettings()
-VECTORS = np.random.Philox(key=3).random_raw(5 * 8).reshape(5, 8).astype(np.uint64)
+SEAL = tiles.Tiling(words=8, copies=120)
+EXACT = tiles.Tiling(words=8, copies=112, tail_words=2, tail_copies=32)
+RESULT = tiles.Tiling(words=16, copies=112, tail_words=1, tail_copies=1)
+SMALL = tiles.Tiling(words=8, copies=1, tail_words=2, tail_copies=1)
 
 
-@pytest.mark.parametrize("item_bytes", [64, 128, 4096, 7680])
-def test_vectors_come_back_from_any_scale(item_bytes: int) -> None:
-    data = tiles.tile(VECTORS, item_bytes=item_bytes)
-    assert len(data) == 5 * item_bytes
-    back = tiles.untile(bytes(data), words=8, item_bytes=item_bytes)
+def vectors(tiling: tiles.Tiling, count: int = 5) -> U64:
+    words = np.random.Philox(key=3).random_raw(count * tiling.item_words)
+    return words.reshape(count, tiling.item_words)
+
+
+@pytest.mark.parametrize("tiling", [SEAL, EXACT, RESULT, SMALL], ids=str)
+@pytest.mark.parametrize("count", [0, 5])
+def test_vectors_come_back_from_any_scale(tiling: tiles.Tiling, count: int) -> None:
+    given = vectors(tiling, count)
+    data = bytes(tiles.tile(given, tiling))
+    assert len(data) == count * tiling.item_bytes
+    back = tiles.untile(data, tiling)
     assert back.dtype == np.uint64
-    assert np.array_equal(back, VECTORS)
-
-
-def test_no_vectors_are_no_bytes() -> None:
-    empty = VECTORS[:0]
-    for item_bytes in (64, 7680):
-        data = tiles.tile(empty, item_bytes=item_bytes)
-        assert len(data) == 0
-        assert tiles.untile(data, words=8, item_bytes=item_bytes).shape == (0, 8)
+    assert np.array_equal(back, given)
 
 
 def test_full_scale_is_the_size_of_the_real_vectors() -> None:
-    """7,168 + 512 B out and 14,336 B back: whole tiles of 64 and 128 B (design 2.2)."""
-    assert tiles.parse_scale("full", MODEL) == tiles.Scale(vector_bytes=7680, result_bytes=14336)
-    assert tiles.parse_scale("64", MODEL) == tiles.Scale(vector_bytes=64, result_bytes=128)
-    assert 7680 % 64 == 14336 % 128 == 0
+    """7,168 + 512 B out and 14,336 B back (design 2.2); the exact body's results have a seal more."""
+    seal, exact = tiles.parse_scale("full", MODEL), tiles.parse_scale("full", MODEL, exact=True)
+    assert (seal.vector.item_bytes, seal.result.item_bytes) == (7680, 14336)
+    assert (exact.vector, exact.result) == (EXACT, RESULT)
+    assert (exact.vector.item_bytes, exact.result.item_bytes) == (7680, 14344)
+    assert exact.vector.copies * 64 == MODEL.hidden
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("64", (80, 136)), ("640", (656, 1288))])
+def test_smaller_scales_carry_one_tail(text: str, sizes: tuple[int, int]) -> None:
+    """``--scale`` counts the bytes of the values."""
+    scale = tiles.parse_scale(text, MODEL, exact=True)
+    assert (scale.vector.item_bytes, scale.result.item_bytes) == sizes
+    plain = tiles.parse_scale(text, MODEL)
+    assert (plain.vector.item_bytes, plain.result.item_bytes) == (int(text), 2 * int(text))
 
 
 @pytest.mark.parametrize("text", ["", "0", "32", "100", "-64", "Full", "64 B", "1048640"])
@@ -43,31 +57,32 @@ def test_other_scales_are_refused(text: str) -> None:
         tiles.parse_scale(text, MODEL)
 
 
-@pytest.mark.parametrize(("item", "byte"), [(0, 64), (0, 7679), (3, 100), (4, 7616), (4, 7679)])
-def test_the_byte_that_differs_is_named(item: int, byte: int) -> None:
-    data = bytearray(tiles.tile(VECTORS, item_bytes=7680))
+@pytest.mark.parametrize("tiling", [SEAL, EXACT], ids=["seal", "exact"])
+@pytest.mark.parametrize(("item", "byte"), [(0, 64), (0, 7679), (3, 100), (4, 7616), (4, 7160)])
+def test_the_byte_that_differs_is_named(tiling: tiles.Tiling, item: int, byte: int) -> None:
+    data = bytearray(tiles.tile(vectors(tiling), tiling))
     data[item * 7680 + byte] ^= 1
     with pytest.raises(errors.CorruptError, match=f"^byte {item * 7680 + byte} differs"):
-        tiles.untile(data, words=8, item_bytes=7680)
+        tiles.untile(data, tiling)
 
 
-def test_a_first_tile_that_differs_is_seen_too() -> None:
+@pytest.mark.parametrize(("offset", "named"), [(9, 64 + 9), (7168 + 3, 7168 + 16 + 3)])
+def test_a_first_tile_that_differs_is_seen_too(offset: int, named: int) -> None:
     """The first tile is compared as well: its byte is then named in the second."""
-    data = bytearray(tiles.tile(VECTORS, item_bytes=7680))
-    data[2 * 7680 + 9] ^= 128
-    with pytest.raises(errors.CorruptError, match=f"^byte {2 * 7680 + 64 + 9} differs"):
-        tiles.untile(data, words=8, item_bytes=7680)
+    data = bytearray(tiles.tile(vectors(EXACT), EXACT))
+    data[2 * 7680 + offset] ^= 128
+    with pytest.raises(errors.CorruptError, match=f"^byte {2 * 7680 + named} differs"):
+        tiles.untile(data, EXACT)
 
 
 def test_a_byte_in_a_later_block_of_comparison_is_named_right() -> None:
     """Items are compared in blocks; the offset counts from the beginning of the data."""
-    many = np.tile(VECTORS, (40, 1))
-    data = bytearray(tiles.tile(many, item_bytes=7680))
+    data = bytearray(tiles.tile(np.tile(vectors(EXACT), (40, 1)), EXACT))
     data[150 * 7680 + 70] ^= 4
     with pytest.raises(errors.CorruptError, match=f"^byte {150 * 7680 + 70} differs"):
-        tiles.untile(data, words=8, item_bytes=7680)
+        tiles.untile(data, EXACT)
 
 
 def test_a_torn_item_is_refused() -> None:
     with pytest.raises(errors.CorruptError, match="no whole number of items"):
-        tiles.untile(bytes(100), words=8, item_bytes=64)
+        tiles.untile(bytes(100), SEAL)

@@ -13,12 +13,14 @@ from cmnet.link.rules import Rule
 from cmnet.testing import LocalMachine
 from cmnet.topology import load
 from cmnet.topology.machine import Machine
-from nodes.model.oracle import ClaimedRequest, Oracle
+from nodes.model import bodies
+from nodes.model.oracle import ClaimedRequest
 from nodes.model.tiles import parse_scale
 from nodes.moe.exchange import Touch
 from nodes.node import make_program, untouched
 from nodes.serving.job import EXTENSIONS, Job, make_job
 from nodes.serving.workload import Request, Workload
+from nodes.settings import ModelSettings
 
 TOPOLOGIES = Path(__file__).parents[3] / "topologies"
 
@@ -73,9 +75,16 @@ def workload(requests: Iterable[Request]) -> Workload:
     )
 
 
-def job_of(machine: Machine, requests: Iterable[Request], scale: str = "64") -> Job:
+def job_of(
+    machine: Machine,
+    requests: Iterable[Request],
+    scale: str = "64",
+    body: bodies.Name = "seal",
+) -> Job:
     model = machine.sections["model"]
-    return make_job(machine, workload(requests), parse_scale(scale, model))  # type: ignore[arg-type]
+    assert isinstance(model, ModelSettings)
+    parsed = parse_scale(scale, model, exact=body == "exact")
+    return make_job(machine, workload(requests), parsed, body)
 
 
 def serve(
@@ -94,7 +103,7 @@ def serve(
 
 
 def judge(job: Job, folder: Path, digest: str) -> Served:
-    oracle = Oracle(job.model)
+    oracle = bodies.judge(job.body, job.model)
     served = Served(digest=digest, requests=[], checked=0, wrong=0, first=None)
     for line in (folder / "requests.jsonl").read_bytes().splitlines():
         record = json.loads(line)

@@ -51,7 +51,7 @@ def test_a_record_holds_them() -> None:
 
 def test_a_scale_is_of_a_model() -> None:
     """A full vector has the model's size."""
-    assert options.scale("full", ModelSettings()).vector_bytes == 7680
+    assert options.scale("full", ModelSettings()).vector.item_bytes == 7680
     with pytest.raises(InputError, match="--scale"):
         options.scale("65", ModelSettings())
 
