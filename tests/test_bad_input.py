@@ -66,7 +66,7 @@ OPTIONS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--socket-buffer", "4 XiB"], ("--socket-buffer", "'4 XiB'", "KiB")),
     (["--start-order", "sideways"], ("--start-order", "'sideways'", "listed, random, reverse")),
     (["--model", "gpt"], ("--model", "'gpt'", "seal")),
-    (["--model", "exact"], ("--model", "'exact'", "not built yet")),
+    (["--model", "exactly"], ("--model", "'exactly'", "exact")),
     (["--moe", "modelled"], ("--moe", "'modelled'", "full", "not built yet")),
     (["--scheduler", "locality"], ("--scheduler", "'locality'", "peer", "not built yet")),
     (["--pace", "1"], ("--pace", "'1'", "not built yet")),
