@@ -131,7 +131,10 @@ def _speed_table(report: Report) -> Table:
         for row in _rows(report, "speed")
     ]
     columns = ("", ">tokens", ">NPUs", ">tokens/s per NPU")
-    note = "tokens of answered requests / virtual seconds of the whole run / NPUs of the role"
+    note = (
+        "tokens of answered requests (of prefill with reused ones, of decode with each first one)"
+        " / virtual seconds of the whole run / NPUs of the role"
+    )
     return Table(title="Speed (virtual)", columns=columns, rows=rows, note=note)
 
 
@@ -141,8 +144,8 @@ def _published_table(report: Report) -> Table:
         if row.get("published") is None:
             continue
         speed = row["table"] == "speed"
-        ours = f"{row['tokens_per_s_npu']:.2f} tok/s" if speed else _mean(row)
-        theirs = f"{row['published']} tok/s" if speed else format_ps(row["published"])
+        ours = f"{row['tokens_per_s_npu']:.2f} tok/s/NPU" if speed else _mean(row)
+        theirs = f"{row['published']} tok/s/NPU" if speed else format_ps(row["published"])
         rows.append((row["name"], ours, theirs, row["mark"]))
         notes.append(f"{row['name']}: {row['published_source']}; {row['differs']}")
     columns = ("", ">here, mean", ">published", "mark")
@@ -181,7 +184,7 @@ def _constants_table(report: Report) -> Table:
     kinds = [each["kind"] for each in report["constants_used"]]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     note = f"constants used: {counts}; all of them, with sources: --json, and run.py topology"
-    columns = ("constant", ">value", "unit", "kind", "range tried")
+    columns = ("constant", ">value", "unit", "kind", "range to try")
     return Table(title="Fitted and assumed constants", columns=columns, rows=rows, note=note)
 
 
