@@ -1,7 +1,7 @@
-"""A whole request, step by step with the body, every part passed through a hook. Test code only.
+"""A whole request, step by step with any body, every part passed through a hook. Test code only.
 
 Prefill in pieces with the experts as messages, KV rows moved, then decode one token at a time: the
-way the serving system goes, without a network.
+way the serving system goes, without a network and without knowing what a state or a row is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nodes.model.body import I64, U64, Body
+from nodes.model.body import Array, Body
 from nodes.model.identity import prompt_rows
 from nodes.model.oracle import ClaimedRequest
 
@@ -24,7 +24,7 @@ def untouched(_part: str, items: Items) -> Items:
     return items
 
 
-def exchange(body: Body, states: U64, *, layer: int, touch: Touch) -> U64:
+def exchange(body: Body, states: Array, *, layer: int, touch: Touch) -> Array:
     """Gate, dispatch, experts and combine of these tokens, message by message."""
     count, top_k = len(states), body.settings.top_k
     gate = body.gate(states, layer=layer)
@@ -41,8 +41,8 @@ def exchange(body: Body, states: U64, *, layer: int, touch: Touch) -> U64:
 
 
 def prefill(
-    body: Body, seeds: U64, *, cached: U64, touch: Touch = untouched
-) -> tuple[U64, U64, int]:
+    body: Body, seeds: Array, *, cached: Array, touch: Touch = untouched
+) -> tuple[Array, Array, int]:
     """KV rows [layers, cached + own], states, and the receipt's share of the own rows."""
     first = cached.shape[1]
     states = body.start_prompt(touch("seeds", seeds), first_place=first)
@@ -60,10 +60,10 @@ def prefill(
 
 
 def decode(
-    body: Body, rows: list[U64], token: int, *, place: int, touch: Touch = untouched
-) -> tuple[U64, list[tuple[int, int]]]:
+    body: Body, rows: list[Array], token: int, *, place: int, touch: Touch = untouched
+) -> tuple[Array, list[tuple[int, int]]]:
     """State after the last layer and its log; appends the token's own rows to ``rows``."""
-    at: I64 = touch("places", np.array([place], dtype=np.int64))
+    at = touch("places", np.array([place], dtype=np.int64))
     states, log = body.start_tokens(np.array([token], dtype=np.int64), places=at), []
     for layer in range(body.settings.carried_layers):
         rows[layer] = np.concatenate([rows[layer], body.kv_rows(states, layer=layer)])
@@ -71,7 +71,7 @@ def decode(
         sums = body.read(states, seen, layer=layer, first_place=0)
         attended = body.attend(states, sums, layer=layer)
         states = exchange(body, attended, layer=layer, touch=touch)
-        log.append((int(attended[0]), int(states[0])))
+        log.append((int(body.seals(attended)[0]), int(body.seals(states)[0])))
     return states, log
 
 
@@ -86,20 +86,19 @@ def serve(
 ) -> ClaimedRequest:
     """Prefill in chunks of so many rows, then decode: what a run would claim."""
     seeds = prompt_rows(hash_ids, input_tokens=input_tokens, settings=body.settings).seeds
-    held = np.empty((body.settings.carried_layers, 0), dtype=np.uint64)
-    states, shares = held[0], []
+    held = body.rows_from_bytes(b"").reshape(body.settings.carried_layers, 0)
+    shares, last = [], body.start_prompt(seeds[:0], first_place=0)
     for first in range(0, len(seeds), chunk):
-        held, states, share = prefill(body, seeds[first : first + chunk], cached=held, touch=touch)
+        held, last, share = prefill(body, seeds[first : first + chunk], cached=held, touch=touch)
         shares.append(share)
-    rows = [touch("rows", layer) for layer in held]
-    last, tokens, seals = states[-1:], [], []
+    rows, last = [touch("rows", layer) for layer in held], last[-1:]
+    tokens, seals = [], []
     log: list[list[tuple[int, int]]] = [[]]
     for step in range(output_tokens):
         tokens.append(int(body.sample(last)[0]))
         seals.append(int(body.seals(last)[0]))
         if step < output_tokens - 1:
-            place = len(seeds) + step
-            last, steps = decode(body, rows, tokens[-1], place=place, touch=touch)
+            last, steps = decode(body, rows, tokens[-1], place=len(seeds) + step, touch=touch)
             log.append(steps)
     return ClaimedRequest(
         name="request",

@@ -19,7 +19,7 @@ from nodes.model.exact_oracle import ExactOracle
 from nodes.model.oracle import ClaimedRequest, Verdict
 from nodes.model.tamper import KINDS, Tamper
 from nodes.settings import ModelSettings
-from tests.nodes.model import exact_stepwise
+from tests.nodes.model import stepwise
 
 MODEL = ModelSettings()
 BODY = prepared(MODEL)
@@ -28,7 +28,7 @@ PLACES = 20
 
 
 def serve(**changes: Any) -> ClaimedRequest:
-    return exact_stepwise.serve(BODY, **{**PROMPT, "chunk": 4, **changes})
+    return stepwise.serve(BODY, **{**PROMPT, "chunk": 4, **changes})
 
 
 def check(request: ClaimedRequest) -> Verdict:
@@ -114,7 +114,7 @@ def test_no_block_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["one layer", "four layers", "another gate"],
 )
 def test_it_agrees_for_other_models(model: ModelSettings) -> None:
-    request = exact_stepwise.serve(ExactBody(model), **PROMPT, chunk=3)
+    request = stepwise.serve(ExactBody(model), **PROMPT, chunk=3)
     judge = ExactOracle(model)
     for _ in range(2):
         assert judge.check(request) == Verdict(checked_tokens=5, wrong=0, first=None)
@@ -124,7 +124,7 @@ def test_it_agrees_for_other_models(model: ModelSettings) -> None:
 @pytest.mark.parametrize("skew", ["balanced", "hot:1:30"])
 def test_it_agrees_for_a_skewed_gate(skew: str) -> None:
     """A skew changes tokens: the model has another bias."""
-    request = exact_stepwise.serve(prepared(MODEL, skew), **PROMPT)
+    request = stepwise.serve(prepared(MODEL, skew), **PROMPT)
     assert ExactOracle(MODEL, skew=skew).check(request).wrong == 0
     assert check(request).wrong == 5
 
@@ -270,7 +270,7 @@ def test_a_known_prefix_gives_the_same_answer() -> None:
 def test_a_weight_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle can fail: the same body with one weight of one expert in a thousand changed."""
     body = ExactBody(MODEL)
-    request = exact_stepwise.serve(body, **PROMPT)
+    request = stepwise.serve(body, **PROMPT)
     gates = body.gate(body.start_prompt(np.arange(3, dtype=np.uint64), first_place=0), layer=0)
     assert gates.experts.shape == (3, 8)
     real = exact_oracle._weights
