@@ -12,7 +12,7 @@ import pytest
 
 from cmnet.entropy import stream
 from cmnet.topology.quantity import Count, Kind
-from nodes.model import tamper
+from nodes.model import bodies, tamper
 from nodes.moe.exchange import Touch
 from nodes.serving.workload import Request
 from tests.nodes.serving import local
@@ -108,14 +108,15 @@ def of_routed_experts(touch: Touch) -> Touch:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("body", ["seal", "exact"])
 @pytest.mark.parametrize("kind", sorted(tamper.KINDS | STORE_KINDS))
 def test_a_fault_of_transport_is_seen(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, body: bodies.Name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kind of lost, doubled, exchanged or changed message, at 20 random places of a run."""
     monkeypatch.setattr(tamper, "KINDS", tamper.KINDS | STORE_KINDS)
     machine = local.mini()
-    job = local.job_of(machine, requests_for_faults())
+    job = local.job_of(machine, requests_for_faults(), body=body)
     draws = stream(1, f"faults.{kind}")
     few = kind in STORE_KINDS or tamper.KINDS[kind][0] in ("seeds", "rows")
     seen = done = 0
