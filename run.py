@@ -37,7 +37,7 @@ def _open_standard_streams() -> None:
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (lives as long as the process)
     if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # as stdout
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -71,10 +71,10 @@ _enter_venv()
 
 from typing import Annotated, Any  # noqa: E402  (only now is it certain that the rest can be imported)
 
-import typer  # noqa: E402
-from typer.exceptions import TyperException  # noqa: E402
+import typer  # noqa: E402  # as typing
+from typer.exceptions import TyperException  # noqa: E402  # as typing
 
-from cmnet.errors import CmnetError, InputError  # noqa: E402
+from cmnet.errors import CmnetError, InputError  # noqa: E402  # as typing
 
 
 def _default_topology() -> str:

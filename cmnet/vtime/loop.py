@@ -224,7 +224,7 @@ class VirtualLoop(uvloop.Loop):
 
     # --- holds ------------------------------------------------------------------------------------
 
-    def run_in_executor(  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]  # uvloop's stub has other names
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         """asyncio's call: a hold of no virtual duration. The executor must be one of threads."""
@@ -360,14 +360,14 @@ class VirtualLoop(uvloop.Loop):
             handle = ready.popleft()
             if not handle._cancelled:
                 try:  # as Handle._run, without its call
-                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]  # asyncio's own, as its loops use it
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:
                     self._callback_raised(handle, error)
 
     def _callback_raised(self, handle: asyncio.Handle, error: BaseException) -> None:
-        callback = handle._callback  # type: ignore[attr-defined]
+        callback = handle._callback  # type: ignore[attr-defined]  # asyncio's own, as its loops use it
         message = f"Exception in callback {callback!r}"
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
@@ -445,7 +445,7 @@ class VirtualLoop(uvloop.Loop):
 
 
 def _run_timer(handle: asyncio.TimerHandle) -> None:
-    handle._scheduled = False  # type: ignore[attr-defined]
+    handle._scheduled = False  # type: ignore[attr-defined]  # asyncio's own, as its loops use it
     if not handle._cancelled:
         handle._run()
 

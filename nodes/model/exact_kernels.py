@@ -36,7 +36,7 @@ def _cache_dir() -> str:
     return str(here / "__pycache__" / f"kernels-{digest.hexdigest()}")
 
 
-numba.config.CACHE_DIR = _cache_dir()  # type: ignore[attr-defined]
+numba.config.CACHE_DIR = _cache_dir()  # type: ignore[attr-defined]  # numba's config has no types
 _COMPILE: Any = numba.njit(cache=True, fastmath=False, error_model="numpy", boundscheck=False)
 
 

@@ -21,7 +21,7 @@ PROGRAM = {"end_us": END_US}
 
 
 def fault(kind: str, process: int, at_us: float) -> NodeFault:
-    return NodeFault(kind=kind, process=process, at_ps=int(at_us * US))  # type: ignore[arg-type]
+    return NodeFault(kind=kind, process=process, at_ps=int(at_us * US))  # type: ignore[arg-type]  # str is wide
 
 
 def crash(process: int, window: int) -> Callable[[Supervisor], None]:

@@ -42,7 +42,7 @@ def test_a_program_that_ends_ends_the_run(run: Runner) -> None:
 def test_a_node_that_spins_ends_the_run_with_its_name_and_place(
     run: Runner, program: object
 ) -> None:
-    result = run(program)  # type: ignore[arg-type]
+    result = run(program)  # type: ignore[arg-type]  # from a table
     assert result.error_code == "SPIN"
     assert "node01" in result.error and "5 us" in result.error
     assert "spins: program in" in result.detail or "spins: spins_on_timers" in result.detail
@@ -136,7 +136,7 @@ def test_a_program_that_raises_ends_the_run_with_its_error_and_stack(
     run: Runner, program: object, words: str
 ) -> None:
     """Also if the error's text is longer than a control packet and no valid Unicode."""
-    result = run(program)  # type: ignore[arg-type]
+    result = run(program)  # type: ignore[arg-type]  # from a table
     assert result.error.startswith("node01 failed at 5") or words == "ZeroDivisionError"
     assert "programs.py" in result.detail or words == "ValueError"
     assert result.error_code == "BUG"

@@ -26,7 +26,7 @@ PREFILL, OTHER_PREFILL, LEADER, DECODE = 0, 1, 2, 3
 
 
 def fault(kind: str, process: int, at_s: float) -> NodeFault:
-    return NodeFault(kind=kind, process=process, at_ps=int(at_s * S))  # type: ignore[arg-type]
+    return NodeFault(kind=kind, process=process, at_ps=int(at_s * S))  # type: ignore[arg-type]  # str is wide
 
 
 def serve(

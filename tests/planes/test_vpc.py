@@ -134,7 +134,7 @@ def test_flows_share_a_port_chunk_by_chunk(tmp_path: Path) -> None:
     async def server(context: Context, vpc: Vpc) -> None:
         for flow in range(3):
             log = logs[flow]
-            await vpc.create_server(lambda log=log: Counter(context, log), 80 + flow)  # type: ignore[misc]
+            await vpc.create_server(lambda log=log: Counter(context, log), 80 + flow)  # type: ignore[misc]  # a lambda has no types
 
     async def client(context: Context, vpc: Vpc) -> None:
         writers = [(await vpc.open_connection("node01", 80 + flow))[1] for flow in range(3)]

@@ -265,7 +265,7 @@ def test_writing_takes_what_is_like_bytes_and_keeps_a_copy(tmp_path: Path) -> No
         scene.transport.writelines([b" g", bytearray(b"hi")])
         scene.transport.write(b"")
         with pytest.raises(TypeError, match="str"):
-            scene.transport.write("text")  # type: ignore[arg-type]
+            scene.transport.write("text")  # type: ignore[arg-type]  # wrong on purpose
         await scene.wait()
 
     scene.play(act)

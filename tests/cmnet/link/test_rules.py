@@ -461,11 +461,11 @@ def test_a_small_machine_has_its_own_switches() -> None:
     [
         (lambda: loss(Fraction(11, 10)), "probability"),
         (lambda: loss(Fraction(-1, 10)), "probability"),
-        (lambda: effects.Loss(probability=0.5), "probability"),  # type: ignore[arg-type]
+        (lambda: effects.Loss(probability=0.5), "probability"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: effects.Corrupt(probability=Fraction(2)), "probability"),
         (lambda: effects.Duplicate(probability=Fraction(2)), "probability"),
         (lambda: delay(-1), "delay_ps"),
-        (lambda: effects.Delay(delay_ps=1.5), "delay_ps"),  # type: ignore[arg-type]
+        (lambda: effects.Delay(delay_ps=1.5), "delay_ps"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: effects.Jitter(jitter_ps=-1), "jitter_ps"),
         (lambda: rate(0), "factor"),
         (lambda: rate(-1), "factor"),

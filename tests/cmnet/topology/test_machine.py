@@ -179,7 +179,7 @@ def test_paths_are_looked_up_once(mini: Machine) -> None:
     """The hot path: the same object again; plain integers do as well."""
     first = mini.path(plane=Plane.UB, operation=Operation.READ, source=0, target=6)
     assert mini.path(plane=Plane.UB, operation=Operation.READ, source=0, target=6) is first
-    assert mini.path(plane=0, operation=1, source=1, target=6) is first  # type: ignore[arg-type]
+    assert mini.path(plane=0, operation=1, source=1, target=6) is first  # type: ignore[arg-type]  # plain ints do
     other = mini.path(plane=Plane.UB, operation=Operation.READ, source=0, target=7)
     assert other is first  # one object a row of the table
 

@@ -342,7 +342,7 @@ def test_a_peer_that_dies_while_it_is_greeted_loses_the_frame(
 
     def dying(**fields: int | bytes) -> bytes:
         receiver.unix.close()
-        return hello(**fields)  # type: ignore[arg-type]
+        return hello(**fields)  # type: ignore[arg-type]  # a stand-in
 
     monkeypatch.setattr(frames, "hello", dying)
     sender.send(1, 0, 1, b"", b"")
@@ -394,14 +394,14 @@ def test_without_free_descriptors_strangers_are_hung_up_on(world: World) -> None
         sender.send(1, 0, 7, b"", b"")
         sender.mesh.flush()
         full = FullListener(receiver.mesh, receiver.unix)
-        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        receiver.mesh._accept(full)  # type: ignore[arg-type]  # a stand-in
         receiver.mesh.watch()
         world.turn_until(lambda: len(receiver.got) == 1)
         assert receiver.broken == []
         full.always = True
-        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        receiver.mesh._accept(full)  # type: ignore[arg-type]  # a stand-in
         assert receiver.broken == [], "nobody waits"
         sender.send(1, 1, 8, b"", b"")
         full.listener = receiver.tcp
-        receiver.mesh._accept(full)  # type: ignore[arg-type]
+        receiver.mesh._accept(full)  # type: ignore[arg-type]  # a stand-in
         assert [type(error) for error in receiver.broken] == [RunError]

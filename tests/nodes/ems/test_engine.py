@@ -39,7 +39,7 @@ def open_engine(path: Path, *, node_id: str = "node00", map_bytes: int = 16 * MI
 
 
 def contents(engine: Engine) -> dict[bytes, bytes]:
-    found = {key: engine.get(key) for key in engine.keys()}  # noqa: SIM118
+    found = {key: engine.get(key) for key in engine.keys()}  # noqa: SIM118  # no dict
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -361,7 +361,7 @@ def test_a_killed_writer_comes_back_as_of_its_last_report(tmp_path: Path) -> Non
         reported_grant = run_and_kill(
             tmp_path, first_grant=reported_grant + 1, reports=reports, spin=spin
         )
-        assert lmdb.verify.verify(str(tmp_path)) == []  # type: ignore[no-untyped-call]
+        assert lmdb.verify.verify(str(tmp_path)) == []  # type: ignore[no-untyped-call]  # lmdb has no types
         with open_engine(tmp_path, map_bytes=256 * MIB) as engine:
             assert engine.undo_after(reported_grant) in range(COMMITS_PER_GRANT + 1)
             assert contents(engine) == state_after(reported_grant)

@@ -178,7 +178,7 @@ def test_an_owner_that_goes_between_look_up_and_get_shortens_the_prefix(tmp_path
         async def all_held(_: Any) -> dict[bytes, bool]:
             return dict.fromkeys(some, True)
 
-        store.client._look_up = all_held  # type: ignore[method-assign, assignment]
+        store.client._look_up = all_held  # type: ignore[method-assign, assignment]  # a stand-in
         assert await store.load(some) == 2
 
     run(tmp_path, work)
@@ -214,12 +214,12 @@ def test_a_disk_that_refuses_a_put_costs_only_the_block(tmp_path: Path) -> None:
                 raise DiskFullError("no space left on device", definite=False)
             commit(items, grant=grant)
 
-        server._engine.put_many = full  # type: ignore[method-assign]
+        server._engine.put_many = full  # type: ignore[method-assign]  # a stand-in
         store.put([refused, kept])
         await asyncio.sleep(0.1)
         assert await store.load([kept, refused]) == 1
         assert (server.counts["refused"], server._writing) == (1, set())
-        server._engine.put_many = commit  # type: ignore[method-assign]
+        server._engine.put_many = commit  # type: ignore[method-assign]  # a stand-in
         store.put([refused])
         await asyncio.sleep(0.1)
         assert await store.load([kept, refused]) == 2

@@ -156,7 +156,7 @@ def test_a_batch_takes_what_fits_in_order() -> None:
             batches.append([message.request for message in batch])
             return batch
 
-        played.instance._take = kept  # type: ignore[method-assign]
+        played.instance._take = kept  # type: ignore[method-assign]  # a stand-in
         firsts = await played.answered(6)
         assert batches == [[1, 2], [3, 4], [5]]
         assert [first.request for first in firsts] == list(range(6))
