@@ -86,10 +86,10 @@ def _default_topology() -> str:
 
 
 TOPOLOGY = _default_topology()
-NOT_BUILT = ("moe", "ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
+NOT_BUILT = ("ems", "up", "ps", "down", "clock", "fault", "chaos", "console", "story")
 INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt; a run itself takes the signal and ends with a report."""
-SLOW_TO_START = ("serve", "link", "replay")
+SLOW_TO_START = ("serve", "moe", "link", "replay")
 
 _arguments: list[str] = []
 """Of this run of the command line, for the record."""
@@ -114,6 +114,10 @@ Seed = Annotated[str, typer.Option(metavar="N", help="Decides every random draw.
 
 def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
+
+
+def _hidden(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text, hidden=True)
 
 
 def _later(metavar: str) -> Any:
@@ -166,6 +170,58 @@ def serve(
 
 
 @app.command()
+def moe(
+    topology: Topology = TOPOLOGY,
+    *,
+    ep: Annotated[str | None, _option("N", "Ranks, one a die (all dies that decode).")] = None,
+    batch: Annotated[str | None, _option("N", "Tokens per die and call (96).")] = None,
+    layers: Annotated[str | None, _option("N", "MoE layers, one after the other (1).")] = None,
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="EP 8 to 256, and batch 4 to 128, beside published ones."),
+    ] = False,
+    algo: Annotated[str, _option("NAME", "fused, or unfused: three exchanges.")] = "fused",
+    engine: Annotated[str, _option("NAME", "aiv: the cores write; or sdma.")] = "aiv",
+    skew: Annotated[
+        str, _option("SKEW", "uniform, balanced, zipf:S or hot:K:X (K experts, X times the mean).")
+    ] = "uniform",
+    eplb: Annotated[str, _option("on|off", "Replicas by load, placed between two steps.")] = "off",
+    redundant: Annotated[str | None, _option("N", "Slots for replicas of experts.")] = None,
+    model: Annotated[
+        str | None, _option("NAME", "exact; or seal, as in the table: uniformly random routing.")
+    ] = None,
+    plan: Plan = None,
+    seed: Seed = "0",
+    scale: Annotated[str, _option("S", "Carried bytes of a token vector, or 'full'.")] = "64",
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="No oracle: for measuring the run alone.")
+    ] = False,
+    isolated: Annotated[
+        bool,
+        typer.Option(
+            "--isolated", help="All ranks begin each operator at one instant.", hidden=True
+        ),
+    ] = False,
+    counts: Annotated[str | None, _hidden("N[xR],...", "Tokens of each rank.")] = None,
+    start_order: Annotated[str, _option("ORDER", "listed, random or reverse.")] = "listed",
+    socket_buffer: Annotated[str, _option("SIZE", "The kernel's, of each socket.")] = "4MiB",
+    journal: Annotated[
+        bool, typer.Option("--journal", help="Keep every event (for diff).")
+    ] = False,
+    out: Annotated[str | None, _option("DIR", "The run's folder: new or empty.")] = None,
+    json: Json = False,
+) -> int:
+    """Dispatch and combine alone: measure them, and check every token (--table: beside the paper)."""
+    given = dict(locals())
+    from nodes.moe import options
+
+    asked = options.parse({name: given[name] for name in options.NAMES})
+    from nodes.moe import command
+
+    return command.moe(asked, topology=topology, json=json, command_line=_arguments)
+
+
+@app.command()
 def link(
     topology: Topology = TOPOLOGY,
     *,
@@ -206,17 +262,17 @@ def topology(
 @app.command()
 def replay(run: Run, json: Json = False) -> int:
     """Repeat a recorded run, deaths included, and compare digests."""
-    from nodes.serving import command
+    from nodes import again
 
-    return command.replay(run, json=json)
+    return again.replay(run, json=json)
 
 
 @app.command()
 def report(run: Run, json: Json = False) -> int:
     """Print the report of a run again."""
-    from nodes.serving import command
+    from nodes import again
 
-    return command.report(run, json=json)
+    return again.report(run, json=json)
 
 
 @app.command()
@@ -244,7 +300,7 @@ def _refuse(name: str) -> None:
 
 
 def _names() -> str:
-    return "one of serve, link, topology, replay, report, diff"
+    return "one of serve, moe, link, topology, replay, report, diff"
 
 
 for _command in NOT_BUILT:

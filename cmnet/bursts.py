@@ -1,363 +1,442 @@
-"""Bursts and bundles: many messages of one device to many others, at the cost of few (design 2.1).
+"""Bursts: many messages of one process's devices, at the cost of few (design 2.1).
 
-Owns what happens to a *burst* (an ordered list of messages that leave one egress port back to back)
-at its egress and at its targets. Every message has its own start, finish, verdict and arrival, to the
-picosecond those of the same messages sent one by one; what is shared is the event, the frame and the
-handler's call. A burst leaves in *slices* of at most ``bundle_slice_ps`` of egress time, the grain at
-which rules and death act on it. All messages of a slice for one process are a *bundle*: one frame, one
-event there, at the instant when the last of them is delivered.
+Owns what happens to a *burst* at its egress: arrays of messages on the UB plane, of which those of one
+source, its *leg*, leave that device's port back to back. Every message has its own start, finish,
+verdict and arrival, to the picosecond those of the same messages sent one by one; what is shared is the
+event, the frame and the handler's call. Does not own the arrivals (``burst_arrivals``) nor the compiled
+arithmetic (``link.port_kernels``, which a program imports before it forks).
 
-The instant that a bundle's sender reports is the last of its last bytes: nothing happens at the
-receiver before it. Other arrivals at the same ports settle earlier, and find the bundle's messages
-there, since a frame is read before its receiver runs the next window.
+A leg leaves in *slices*: at an event at ``now`` it serves all that starts before now +
+``bundle_slice_ps``, which may lie ahead, since a receiver must know of a message before its first
+byte. The slice is the grain at which rules, death and other messages of the port act on it. Alone at
+its port it goes on a whole number of slices later; so the legs of a burst with idle ports have their
+slices at the same instants, and what they have for one process goes in one frame, written when all
+ports of the instant had their turn. After the messages of a leg come its *flags*. They are what
+receivers wait for: a message is no event at its target, a frame of flags is one, when the first byte
+of its last flag is in.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from cmnet.errors import FrameError
-from cmnet.messages import (
-    SEQUENCE_MAX,
-    Arrival,
-    EgressPort,
-    Part,
-    PartCopy,
-    Payload,
-    Row,
-    Started,
-    flip_a_bit,
-)
+import numpy as np
+import numpy.typing as npt
+
+from cmnet.burst_arrivals import ROW_BYTES, SEQUENCE_MAX, Arriving
+from cmnet.link.rules import Outcome
+from cmnet.messages import EgressPort, Route
 from cmnet.topology.machine import Operation, Plane
+from cmnet.units import NEVER_PS
 from cmnet.wire import frames
 
 if TYPE_CHECKING:
     from cmnet.fabric import Fabric
 
-Item = tuple[int, int, Payload]
-"""(target device, charged bytes, data)"""
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
 
-ROW = struct.Struct("<qqQQIIQ")
-"""A ``Row`` on the wire."""
+Piece = tuple[I64, int]
+"""Rows that left, [n, 9] as ``port_kernels`` numbers columns, and how many of the n."""
 
-COPY = SEQUENCE_MAX + 1
-"""Set in the sequence of a row that doubles the one before it: it takes its time at the ingress and
-carries no data, since the link layer refuses it."""
+Lost = Callable[[I64], None]
+"""Told the indices of messages that rules dropped."""
+
+COPY = -SEQUENCE_MAX - 1
+"""In the sequence of a row that doubles another (the top bit): it takes its time at the ingress and is
+handed to nobody, since the link layer refuses it."""
 
 SLICE_MESSAGES_MAX = 8192
 SLICE_DATA_BYTES_MAX = 1 << 27
-"""Messages of few charged bytes: a slice must also fit a frame's limits."""
+"""Of one frame; what does not fit goes in a second one."""
 
 
-class Bundle:
-    """What a handler gets: messages of one source that arrived here, in the order in which they left."""
+class Messages(NamedTuple):
+    """Messages of this process's devices to others, n of them."""
 
-    __slots__ = ("head", "items", "source", "window")
+    sources: I64
+    """[n] devices of this process; messages of one source are neighbours, in the order in which they
+    leave."""
+    targets: I64
+    """[n] devices, never the source itself."""
+    charged_bytes: I64
+    """[n]"""
+    ready_ps: I64
+    """[n] no message starts before; non-decreasing within a source; one that has passed is now."""
+    data: U8
+    """[n, width] what is carried."""
 
-    def __init__(
-        self, source: int, head: bytes, items: list[tuple[int, Payload, int]], window: int
-    ) -> None:
+
+def nothing(width: int = 0) -> Messages:
+    """No messages."""
+    none = np.empty(0, np.int64)
+    return Messages(none, none, none, none, np.empty((0, width), np.uint8))
+
+
+class Leg:
+    """What one source of a burst has not sent yet: rows ``begin`` to ``end``, in its egress port."""
+
+    __slots__ = ("begin", "burst", "charged_bytes", "end", "paths", "source")
+
+    started = None
+
+    def __init__(self, burst: Burst, source: int, begin: int, end: int, paths: I64) -> None:
+        self.burst = burst
         self.source = source
-        self.head = head
-        self.items = items
-        """(target device, data, delivered_ps)"""
-        self.window = window
+        self.begin = begin
+        self.end = end
+        self.paths = paths
+        """[3, devices]: rate (bit/s), propagation (ps) and process, by target."""
+        self.charged_bytes = int(burst.charged_bytes[begin:end].sum())
 
-
-Handler = Callable[[Arrival], None] | Callable[[Bundle], None]
-"""Of a kind: its messages are sent one by one, or in bursts."""
+    def next_start_ps(self, port: EgressPort, now_ps: int) -> int:
+        """When its next message could start."""
+        return max(port.server.free_ps, int(self.burst.ready_ps[self.begin]), now_ps)
 
 
 class Burst:
-    """A burst, or what is left of it, in an egress port."""
+    """Messages and flags as one table of rows, by source: first its messages, then its flags."""
 
     __slots__ = (
         "charged_bytes",
+        "delays",
+        "fabric",
+        "flags",
         "head",
         "index",
-        "intact",
-        "items",
+        "judged",
         "kind",
+        "legs",
         "lost",
-        "operation",
-        "plane",
-        "source",
-        "started",
+        "pieces",
+        "rate_share",
+        "ready_ps",
+        "tables",
+        "targets",
+        "withheld",
     )
 
     def __init__(
         self,
-        *,
-        source: int,
-        plane: Plane,
-        operation: Operation,
+        fabric: Fabric,
         kind: int,
         head: bytes,
-        items: Sequence[Item],
-        lost: Callable[[list[int]], None] | None,
-        started: Started | None,
+        messages: Messages,
+        flags: Messages,
+        lost: Lost | None,
+        rate_share: tuple[int, int],  # made in one place, by position
     ) -> None:
-        self.source = source
-        self.plane = plane
-        self.operation = operation
+        self.fabric = fabric
         self.kind = kind
         self.head = head
-        self.items = items
         self.lost = lost
-        self.started = started
-        self.index = 0
-        """The first message that has not left."""
-        self.charged_bytes = sum([item[1] for item in items])
-        self.intact = True
+        self.rate_share = rate_share
+        self.tables = (messages, flags)
+        sources = np.concatenate([messages.sources, flags.sources])
+        order = np.argsort(sources, kind="stable")
+        counts = len(messages.sources), len(flags.sources)
+        self.flags = np.repeat(np.array([0, 1]), counts)[order]
+        """[rows] 1 for a flag."""
+        self.index = np.concatenate([np.arange(count) for count in counts])[order]
+        """[rows] the place in ``messages`` or ``flags``."""
+        self.targets = _both(messages.targets, flags.targets)[order]
+        self.charged_bytes = _both(messages.charged_bytes, flags.charged_bytes)[order]
+        self.ready_ps = _both(messages.ready_ps, flags.ready_ps)[order]
+        self.judged = False
+        """Rules acted on it: they may have delayed or dropped what its flags must not overtake."""
+        self.withheld: set[tuple[int, int]] = set()
+        """(source, target) of messages that were dropped."""
+        self.pieces: list[Piece] = []
+        """What left at this instant."""
+        self.delays: dict[int, int] = {0: 0}
+        """Of the flags among them: a number for each delay by rules."""
+        sources = sources[order]
+        edges = [*_edges(sources), len(sources)]
+        self.legs = [
+            Leg(self, source, begin, end, fabric.paths.of(source, rate_share))
+            for source, begin, end in zip(sources[edges[:-1]].tolist(), edges, edges[1:])
+        ]
 
 
-class _Share:
-    """The messages of a slice for one process."""
-
-    __slots__ = ("data", "rows")
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.data: list[Payload] = []
+def _both(ours: I64, theirs: I64) -> I64:
+    return np.concatenate([ours, theirs]).astype(np.int64, copy=False)
 
 
-class _ArrivingBundle:
-    """A bundle on its way to this process."""
+def _edges(values: npt.NDArray[np.integer]) -> list[int]:
+    """Where each run of equal values begins."""
+    if not len(values):
+        return []
+    return [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
 
-    __slots__ = ("at_ps", "head", "kind", "parts", "settled", "source", "window")
 
-    def __init__(self, kind: int, source: int, window: int, head: bytes) -> None:
-        self.kind = kind
-        self.source = source
-        self.window = window
-        self.head = head
-        self.parts: list[Part] = []
-        self.settled = False
-        self.at_ps = 0
+class Paths:
+    """UB write paths of one process's devices as tables; a route each would cost more than a burst."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._machine = machine = fabric.machine
+        self._process = np.array([device.process for device in machine.devices])
+        self._npu = np.array([device.npu for device in machine.devices])
+        kinds = {"die": 0, "cpu": 1, "node": 2}
+        self._kind = np.array([kinds[device.kind] for device in machine.devices])
+        self._tables: dict[tuple[int, tuple[int, int]], I64] = {}
+
+    def of(self, source: int, rate_share: tuple[int, int]) -> I64:
+        """[3, devices] of a source: rate (0 where there is no path), propagation, process."""
+        key = (source, rate_share)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._make(source, rate_share)
+        return table
+
+    def _make(self, source: int, rate_share: tuple[int, int]) -> I64:
+        near = self._process == self._process[source]
+        same_npu = near & (self._npu == self._npu[source])
+        sorts = self._kind * 4 + near * 2 + same_npu
+        sorts[source] = -1
+        sorts[self._kind == 2] = -1
+        table = np.zeros((3, len(sorts)), np.int64)
+        table[2] = self._process
+        numerator, denominator = rate_share
+        for sort in range(8):
+            targets = np.flatnonzero(sorts == sort)
+            if not len(targets):
+                continue
+            path = self._machine.path(
+                plane=Plane.UB, operation=Operation.WRITE, source=source, target=int(targets[0])
+            )
+            table[0, targets] = path.rate_bps * numerator // denominator
+            table[1, targets] = path.propagation_ps
+        return table
 
 
 # --- egress ---------------------------------------------------------------------------------------
 
 
-def start_slice(fabric: Fabric, port: EgressPort, burst: Burst) -> bool:
-    """The burst's turn at its port: one slice leaves. False: more is left, and waits its next turn."""
-    now_ps = fabric.loop.now_ps
-    shares: dict[int | None, _Share] = {}
-    first = burst.index
-    if fabric.rules.idle(now_ps):
-        _leave(fabric, port, burst, shares)
+def take_turn(fabric: Fabric, port: EgressPort, leg: Leg) -> bool:
+    """The leg's turn at its port: one slice leaves. False: more is left. ``charged_bytes`` is what is
+    left then."""
+    burst, now_ps, begin = leg.burst, fabric.loop.now_ps, leg.begin
+    if not burst.judged and fabric.rules.idle(now_ps) and now_ps >= fabric.late_ps:
+        piece = _leave(fabric, port, leg)
     else:
-        _leave_judged(fabric, port, burst, shares)
-    burst.charged_bytes -= sum([item[1] for item in burst.items[first : burst.index]])
-    for peer, share in shares.items():
-        _emit(fabric, burst, peer, share)
-    if burst.index < len(burst.items):
+        piece = _leave_judged(fabric, port, leg)
+    leg.charged_bytes -= int(burst.charged_bytes[begin : leg.begin].sum())
+    if piece[1]:
+        if not burst.pieces:
+            fabric.loop.agenda.add_port(now_ps, fabric.last_port_id + 1, flush, burst)
+        burst.pieces.append(piece)
+    return leg.begin == leg.end
+
+
+def pause(fabric: Fabric, port: EgressPort) -> bool:
+    """If only legs wait at a port and none can start for a slice, it goes on later: a whole number of
+    slices from now, not after the next message's start. What comes meanwhile need not wait. False: it
+    goes on as soon as it is free."""
+    now_ps, slice_ps = fabric.loop.now_ps, fabric.machine.bundle_slice_ps
+    legs: list[Leg] = [one for one in port.queue if type(one) is Leg]
+    if len(legs) < len(port.queue):
         return False
-    if burst.started is not None:
-        burst.started(burst.intact)
+    start_ps = min([leg.next_start_ps(port, now_ps) for leg in legs])
+    turn_ps = now_ps if len(legs) == 1 else max(now_ps, port.server.free_ps)
+    if start_ps < turn_ps + slice_ps:
+        return False
+    port.armed, port.pause_ps = False, now_ps + (start_ps - now_ps) // slice_ps * slice_ps
+    fabric.loop.agenda.add_port(port.pause_ps, port.port_id, fabric.go_on, port)
     return True
 
 
-def _leave(
-    fabric: Fabric, port: EgressPort, burst: Burst, shares: dict[int | None, _Share]
-) -> None:
+def _leave(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
     """No rule is in force: every message of the slice passes."""
-    items, source, plane, operation = burst.items, burst.source, burst.plane, burst.operation
-    server, route_of = port.server, fabric.route
-    start_ps = fabric.loop.now_ps
-    end_ps = start_ps + fabric.machine.bundle_slice_ps
-    index, stop = burst.index, _stop(burst)
-    sequence = fabric.last_sequence(source) + 1 - index
-    while index < stop:
-        target, charged_bytes, data = items[index]
-        route = route_of(plane, operation, source, target)
-        path = route.path
-        rate_bps, propagation_ps = path.rate_bps, path.propagation_ps
-        last_ps = server.serve(start_ps, charged_bytes, rate_bps) + propagation_ps
-        first_ps = start_ps + propagation_ps
-        if first_ps > route.first_ps:
-            route.first_ps = first_ps
-        share = shares.get(route.peer)
-        if share is None:
-            share = shares[route.peer] = _Share()
-        share.data.append(data)
-        share.rows.append(
-            (first_ps, last_ps, charged_bytes, rate_bps, target, len(data), sequence + index)
-        )
-        index += 1
-        start_ps = server.free_ps
+    from cmnet.link import port_kernels as ports
+
+    burst, begin, server = leg.burst, leg.begin, port.server
+    now_ps = fabric.loop.now_ps
+    rows = np.empty((leg.end - begin, 9), np.int64)
+    state = np.array([[*server.state, 0, 0, 0, 0]])
+    stop: int = ports.serve_leg(
+        leg.paths,
+        burst.targets,
+        burst.charged_bytes,
+        burst.ready_ps,
+        burst.flags,
+        begin,
+        leg.end,
+        now_ps,
+        now_ps + fabric.machine.bundle_slice_ps,
+        state,
+        rows,
+    )
+    if stop < 0:
+        target = int(burst.targets[~stop])
+        fabric.route(Plane.UB, Operation.WRITE, leg.source, target)  # raises where there is no path
+        raise AssertionError(f"a message of {burst.charged_bytes[~stop]} bytes to device {target}")
+    server.state = tuple(state[0, :4].tolist())
+    leg.begin = stop
+    count = stop - begin
+    rows[:count, ports.SOURCE] = leg.source
+    last = fabric.last_sequence(leg.source)
+    fabric.sequences[leg.source] = last + count
+    rows[:count, ports.SEQUENCE] = np.arange(last + 1, last + 1 + count)
+    return rows, count
+
+
+def _leave_judged(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
+    """Rules are in force: each message has its verdict, at the slice's start. What they drop is no
+    failure of its route, on which fences look: ``lost`` tells the program at once, and the flag behind
+    it is withheld."""
+    burst, source = leg.burst, leg.source
+    burst.judged = True
+    now_ps = fabric.loop.now_ps
+    end_ps = now_ps + fabric.machine.bundle_slice_ps
+    rows: list[tuple[int, ...]] = []
+    lost: list[int] = []
+    processes = len(fabric.machine.processes)
+    while leg.begin < leg.end:
+        row, start_ps = leg.begin, leg.next_start_ps(port, now_ps)
         if start_ps >= end_ps:
             break
-    fabric.sequences[source] = sequence + index - 1
-    burst.index = index
-
-
-def _leave_judged(
-    fabric: Fabric, port: EgressPort, burst: Burst, shares: dict[int | None, _Share]
-) -> None:
-    """Rules are in force: each message has its verdict, at the slice's start. What they drop is no
-    failure of its route, on which fences look: ``lost`` tells the program at once."""
-    server = port.server
-    start_ps = fabric.loop.now_ps
-    end_ps = start_ps + fabric.machine.bundle_slice_ps
-    lost: list[int] = []
-    for index in range(burst.index, _stop(burst)):
-        target, charged_bytes, data = burst.items[index]
-        route = fabric.route(burst.plane, burst.operation, burst.source, target)
+        leg.begin += 1
+        target, is_flag = int(burst.targets[row]), int(burst.flags[row])
+        route = fabric.route(Plane.UB, Operation.WRITE, source, target)
+        if is_flag and (source, target) in burst.withheld:
+            fabric.dropped(route, burst.kind)
+            continue
         outcome = fabric.judge(route)
-        rate_bps = route.path.rate_bps
-        if outcome.rate_num != outcome.rate_den:
-            rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
-        delay_ps = route.path.propagation_ps + outcome.delay_ps
-        first_ps = start_ps + delay_ps
-        last_ps = server.serve(start_ps, charged_bytes, rate_bps) + delay_ps
+        rate_bps = _rate_bps(route, outcome, burst.rate_share)
+        charged_bytes = int(burst.charged_bytes[row])
+        finish_ps = port.server.serve(start_ps, charged_bytes, rate_bps)
         if outcome.drop:
             fabric.dropped(route, burst.kind)
-            lost.append(index)
-        else:
-            route.first_ps = max(route.first_ps, first_ps)
-            share = shares.setdefault(route.peer, _Share())
-            data = flip_a_bit(data) if outcome.corrupt else data
-            copy = 0
-            for _ in range(outcome.copies):
-                sequence = fabric.next_sequence(burst.source) | copy
-                share.data.append(data)
-                share.rows.append(
-                    (first_ps, last_ps, charged_bytes, rate_bps, target, len(data), sequence)
-                )
-                copy, data = COPY, b""
-        burst.index = index + 1
-        start_ps = server.free_ps
-        if start_ps >= end_ps:
-            break
-    if lost:
-        burst.intact = False
-        if burst.lost is not None:
-            burst.lost(lost)
+            if not is_flag:
+                lost.append(int(burst.index[row]))
+                burst.withheld.add((source, target))
+            continue
+        delay_ps = _delay_ps(fabric, route, outcome, start_ps, is_flag=bool(is_flag))
+        first_ps, last_ps = start_ps + delay_ps, finish_ps + delay_ps
+        late_ps = delay_ps - route.path.propagation_ps if is_flag else 0
+        group = burst.delays.setdefault(late_ps, len(burst.delays)) * processes
+        group = (group + int(leg.paths[2, target])) * 2 + is_flag
+        copy = 0
+        for _ in range(outcome.copies):
+            sequence = fabric.next_sequence(source) + copy
+            rows.append(
+                (first_ps, last_ps, charged_bytes, rate_bps, source, target, sequence, row, group)
+            )
+            copy = COPY
+    if lost and burst.lost is not None:
+        burst.lost(np.array(lost))
+    return np.array(rows, np.int64).reshape(len(rows), 9), len(rows)
 
 
-def _stop(burst: Burst) -> int:
-    """The end of the longest slice that a frame can carry."""
-    stop = min(len(burst.items), burst.index + SLICE_MESSAGES_MAX)
-    data_bytes = 0
-    for index in range(burst.index, stop):
-        data_bytes += len(burst.items[index][2])
-        if data_bytes > SLICE_DATA_BYTES_MAX:
-            return max(index, burst.index + 1)
-    return stop
+def _rate_bps(route: Route, outcome: Outcome, rate_share: tuple[int, int]) -> int:
+    rate_bps = route.path.rate_bps * rate_share[0] // rate_share[1]
+    if outcome.rate_num != outcome.rate_den:
+        rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
+    return rate_bps
 
 
-def _emit(fabric: Fabric, burst: Burst, peer: int | None, share: _Share) -> None:
-    rows, window = share.rows, fabric.window
-    statistics = fabric.statistics_of[burst.plane]
-    charged_bytes = sum([row[2] for row in rows])
-    data_bytes = sum([row[5] for row in rows])
-    statistics.frames += len(rows)
+def _delay_ps(
+    fabric: Fabric, route: Route, outcome: Outcome, start_ps: int, *, is_flag: bool
+) -> int:
+    """From start to first byte. A flag is not visible before what left before it on its route."""
+    delay_ps = route.path.propagation_ps + outcome.delay_ps
+    if start_ps + delay_ps > route.first_ps:
+        route.first_ps = start_ps + delay_ps
+        fabric.late_ps = max(fabric.late_ps, route.first_ps)
+    elif is_flag:
+        delay_ps = route.first_ps - start_ps
+    return delay_ps
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+def flush(burst: Burst) -> None:
+    """All ports had their turn at this instant: write what left, a frame for each process of
+    messages, one of flags, and one of flags for each delay by rules, lest those set the event of all."""
+    from cmnet.link import port_kernels as ports
+
+    pieces, burst.pieces = burst.pieces, []
+    groups = 2 * len(burst.fabric.machine.processes) * len(burst.delays)
+    burst.delays = {0: 0}
+    counts = np.zeros(groups, np.int64)
+    for rows, count in pieces:
+        counts += np.bincount(rows[:count, ports.GROUP], minlength=groups)
+    widths = [messages.data.shape[1] for messages in burst.tables]
+    frame_of, filled, of_groups, size = _plan_frames(counts, widths)
+    words = np.empty(size // 8, np.int64)
+    octets = words.view(np.uint8)
+    data, flag_data = [messages.data for messages in burst.tables]
+    for rows, count in pieces:
+        ports.fill_frames(
+            rows, count, burst.index, data, flag_data, frame_of, filled, words, octets
+        )
+    for group, frame in zip(of_groups, filled.tolist()):
+        begin, count, width = frame[:3]
+        payload = octets[begin : begin + count * (ROW_BYTES + width)]
+        _emit(burst, group, payload, frame)
+
+
+def _plan_frames(counts: I64, widths: list[int]) -> tuple[I64, I64, list[int], int]:
+    """Where each group's frames lie in one buffer: (first frame by group, frames as ``fill_frames``
+    takes them, their groups, bytes of the buffer)."""
+    frame_of = np.zeros(len(counts), np.int64)
+    planned: list[list[int]] = []
+    of_groups: list[int] = []
+    begin = 0
+    for group in np.flatnonzero(counts).tolist():
+        frame_of[group] = len(planned)
+        width, left = widths[group & 1], int(counts[group])
+        rows_max = max(min(SLICE_MESSAGES_MAX, SLICE_DATA_BYTES_MAX // max(width, 1)), 1)
+        while left:
+            count = min(left, rows_max)
+            planned.append([begin, count, width, 0, NEVER_PS, 0, 0])
+            of_groups.append(group)
+            begin += -(-count * (ROW_BYTES + width) // 8) * 8
+            left -= count
+    return frame_of, np.array(planned), of_groups, begin
+
+
+def _emit(burst: Burst, group: int, payload: U8, frame: list[int]) -> None:
+    """One frame, filled."""
+    from cmnet.link import port_kernels as ports
+
+    _, count, width, _, first_ps, at_ps, charged_bytes = frame
+    fabric, head, is_flags = burst.fabric, burst.head, bool(group & 1)
+    peer = (group >> 1) % len(fabric.machine.processes)
+    if peer == fabric.process:
+        payload = payload.copy()  # lest it keep the buffer of all frames
+    table = payload[: count * ROW_BYTES].view(np.int64).reshape(count, ports.COLUMNS)
+    statistics = fabric.statistics_of[Plane.UB]
+    statistics.frames += count
     statistics.charged_bytes += charged_bytes
-    statistics.carried_bytes += len(burst.head) + len(rows) * ROW.size + data_bytes
-    if peer is None:
-        statistics.frames_in_node += len(rows)
-        arriving = _ArrivingBundle(burst.kind, burst.source, window, burst.head)
-        _accept(fabric, burst.plane, arriving, rows, share.data)
+    statistics.carried_bytes += len(head) + len(payload)
+    window = fabric.window
+    source, target, sequence = table[0, ports.SOURCE :].tolist()
+    sequence &= SEQUENCE_MAX
+    if peer == fabric.process:
+        statistics.frames_in_node += count
+        data = payload[count * ROW_BYTES :].reshape(count, width)
+        fabric.arriving.add(
+            Arriving(burst.kind, is_flags, head, window, source, sequence, at_ps, table, data)
+        )
         return
-    pack = ROW.pack
-    body = b"".join([burst.head, *[pack(*row) for row in rows]])
-    last_ps = max([row[1] for row in rows])
     header = frames.HEADER.pack(
-        len(body),
-        data_bytes,
+        len(head),
+        len(payload),
         frames.MAGIC,
         burst.kind,
-        burst.plane,
-        frames.FLAG_BUNDLE,
+        Plane.UB,
+        frames.FLAG_BUNDLE if is_flags else frames.FLAG_BUNDLE | frames.FLAG_QUIET,
         window,
-        burst.source,
-        rows[0][4],
-        rows[0][6],
-        min([row[0] for row in rows]),
-        last_ps,
-        charged_bytes,
-        len(rows),
-    )
-    fabric.count_send(peer, last_ps)
-    fabric.carry(peer, burst.plane, header, body, b"".join(share.data))
-
-
-# --- ingress --------------------------------------------------------------------------------------
-
-
-def receive(fabric: Fabric, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
-    """A bundle of another process was read. Raises FrameError."""
-    kind, plane, window, source, count = header[3], header[4], header[6], header[7], header[13]
-    rows_bytes = count * ROW.size
-    if not count or rows_bytes > len(body):
-        raise FrameError(f"a bundle of {count} messages in {len(body)} bytes")
-    head_bytes = len(body) - rows_bytes
-    rows: list[Row] = list(ROW.iter_unpack(memoryview(body)[head_bytes:]))
-    view = payload if isinstance(payload, bytes) else memoryview(payload)
-    data: list[Payload] = []
-    at = 0
-    for row in rows:
-        if not fabric.is_here(row[4]):
-            raise FrameError(f"a message for device {row[4]}, which is not here")
-        end = at + row[5]
-        data.append(view[at:end])
-        at = end
-    if at != len(payload) or not 0 <= source < len(fabric.machine.devices):
-        raise FrameError(f"a bundle of {at} data bytes carries {len(payload)}")
-    arriving = _ArrivingBundle(kind, source, window, body[:head_bytes])
-    _accept(fabric, plane, arriving, rows, data)
-
-
-def _accept(
-    fabric: Fabric,
-    plane: int,
-    arriving: _ArrivingBundle,
-    rows: list[Row],
-    data: Iterable[Payload],
-) -> None:
-    source, window, parts = arriving.source, arriving.window, arriving.parts
-    port_of = fabric.ingress_port
-    for row, datum in zip(rows, data):
-        port = port_of(plane, row[4])
-        part = (Part if row[6] < COPY else PartCopy)(row, source, window, datum, port)
-        parts.append(part)
-        port.add(part)
-    arriving.at_ps = max([row[1] for row in rows])
-    _ask(fabric, arriving)
-
-
-def _ask(fabric: Fabric, arriving: _ArrivingBundle) -> None:
-    """Come back when the bundle is in, or may be: its own event, under its first message's number."""
-    sequence = arriving.parts[0].sequence
-    fabric.loop.agenda.add_delivery(
-        arriving.at_ps, arriving.source, sequence, fabric.deliver_bundle, arriving
-    )
-
-
-def deliver(fabric: Fabric, arriving: _ArrivingBundle) -> None:
-    """The bundle's event: settle its ports; if all its messages are in, hand it over."""
-    parts = arriving.parts
-    if not arriving.settled:
-        arriving.settled = True
-        now_ps = fabric.loop.now_ps
-        for part in parts:
-            if part.delivered_ps < 0:
-                part.port.settle(now_ps)
-        arriving.at_ps = max([part.delivered_ps for part in parts if not part.flags])
-        if arriving.at_ps > now_ps:
-            _ask(fabric, arriving)
-            return
-    for part in parts:
-        if part.port.quiet:
-            fabric.hand_over_quiet(part.port)
-    kind, source = arriving.kind, arriving.source
-    fabric.digest.deliveries(
         source,
-        kind,
-        sorted([(p.delivered_ps, p.sequence, p.target, p.charged_bytes) for p in parts]),
+        target,
+        sequence,
+        first_ps,
+        at_ps,
+        charged_bytes,
+        count,
     )
-    items = [(part.target, part.data, part.delivered_ps) for part in parts if not part.flags]
-    fabric.handler(kind)(Bundle(source, arriving.head, items, arriving.window))
+    fabric.count_send(peer, at_ps if is_flags else NEVER_PS)
+    fabric.carry(peer, Plane.UB, header, head, payload.data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from cmnet.burst_arrivals import BurstArrivals
 from cmnet.messages import Arrival, IngressPort
 from cmnet.vtime.agenda import Agenda
 
@@ -19,11 +20,12 @@ Forgotten = Callable[[set[int], list[Arrival]], None]
 def forget(
     agenda: Agenda,
     ports: Iterable[IngressPort],
+    bursts: BurstArrivals,
     *,
     devices: set[int],
     window: int,
     deliver: Callable[[Any], None],
-    deliver_bundle: Callable[[Any], None],
+    deliver_flags: Callable[[Any], None],
 ) -> list[Arrival]:
     """Take out what these devices sent in this window or later; returns the single messages of theirs
     that stay. Those that are no event wait at a port, all others in the agenda."""
@@ -35,7 +37,7 @@ def forget(
     def event_unwanted(event: Any) -> bool:
         run, item = event[4], event[5]
         if run != deliver:
-            return bool(run == deliver_bundle) and unwanted(item)
+            return bool(run == deliver_flags) and unwanted(item)
         if item.source in devices and item.window < window:
             coming.append(item)
         return unwanted(item)
@@ -43,5 +45,6 @@ def forget(
     for port in ports:
         port.discard(unwanted)
         coming += [one for one in port.quiet_ones() if one.source in devices]
+    bursts.discard(unwanted)
     agenda.discard(event_unwanted)
     return coming

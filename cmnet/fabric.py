@@ -12,12 +12,12 @@ is asked again at its true delivery.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from cmnet import bursts, deaths
+from cmnet import burst_arrivals, bursts, deaths
 from cmnet.errors import CausalityError, FrameError
 from cmnet.link.reach import FrameFacts
 from cmnet.link.rules import PASS, Outcome, Rules
@@ -79,11 +79,16 @@ class Fabric:
         self.sequences: dict[int, int] = {}
         self._process_of = [device.process for device in machine.devices]
         self._devices_count = len(machine.devices)
+        self.last_port_id = _PLANES_COUNT * self._devices_count - 1
         self._ours = {d.device_id for d in machine.devices if d.process == process}
+        self.late_ps = 0
+        """What leaves from then on overtakes nothing that rules delayed."""
+        self.paths = bursts.Paths(self)
+        self.arriving = burst_arrivals.BurstArrivals(self)
 
     # --- what planes use --------------------------------------------------------------------------
 
-    def bind(self, kind: int, handler: bursts.Handler) -> None:
+    def bind(self, kind: int, handler: burst_arrivals.Handler) -> None:
         """Messages of this kind go to ``handler`` at their delivery. A kind is bound once."""
         assert kind not in self._handlers and 0 < kind < 256, kind
         self._handlers[kind] = handler
@@ -162,37 +167,26 @@ class Fabric:
     def send_burst(
         self,
         *,
-        source: int,
-        plane: Plane,
-        operation: Operation,
         kind: int,
         head: bytes,
-        items: Sequence[bursts.Item],
-        lost: Callable[[list[int]], None] | None = None,
-        started: Started | None = None,
+        messages: bursts.Messages,
+        flags: bursts.Messages,
+        lost: bursts.Lost | None = None,
+        rate_share: tuple[int, int] = (1, 1),
     ) -> None:
-        """Queue messages of one of our devices, which leave back to back in the order of ``items``,
-        each (target device, charged bytes, data). Their targets' processes get ``Bundle``s with
-        ``head``. ``lost`` is told the indices that rules dropped, slice by slice at their start;
-        ``started``, when the last has left, whether all passed. See ``send`` for the rest."""
-        if not items:
-            return
-        burst = bursts.Burst(
-            source=source,
-            plane=plane,
-            operation=operation,
-            kind=kind,
-            head=head,
-            items=items,
-            lost=lost,
-            started=started,
-        )
-        port = self._egress_port(plane, source)
-        port.queue.append(burst)
-        if started is None:
-            port.waiting_bytes += burst.charged_bytes
-        if not port.armed:
-            self._arm(port)
+        """Queue UB writes of our devices: of each source its messages, back to back in their order,
+        then its flags. Their targets' processes get ``Bundle``s with ``head`` when flags come.
+        ``lost`` is told the indices of messages that rules dropped, slice by slice at their start; a
+        flag behind one of them on its route is withheld. ``rate_share``: what the engine reaches of
+        the path's rate; its start is the caller's, in ``ready_ps``. The arrays are the fabric's from
+        now on. See ``room`` for who may send more than one collective."""
+        burst = bursts.Burst(self, kind, head, messages, flags, lost, rate_share)
+        for leg in burst.legs:
+            port = self._egress_port(Plane.UB, leg.source)
+            port.queue.append(leg)
+            port.waiting_bytes += leg.charged_bytes
+            if not port.armed:
+                self._arm(port)
 
     def signal(self, route: Route, kind: int, *, delay_ps: int, body: bytes = b"") -> None:
         """A message of no bytes that passes no port: known at the target ``delay_ps`` from now.
@@ -237,18 +231,25 @@ class Fabric:
                 port.waiting_bytes -= message.charged_bytes
             if type(message) is Outgoing:
                 self._start(port, message)
-            elif not bursts.start_slice(self, port, message):
+            elif not bursts.take_turn(self, port, message):
                 queue.append(message)
-                if message.started is None:
-                    port.waiting_bytes += message.charged_bytes
+                port.waiting_bytes += message.charged_bytes
             if port.waiters:
                 port.wake()
             if not queue:
                 port.armed = False
                 return
+            if type(queue[0]) is bursts.Leg and bursts.pause(self, port):
+                return
             if not self.loop.advance(port.server.free_ps):
                 self._arm(port)
                 return
+
+    def go_on(self, port: EgressPort) -> None:
+        """The end of a ``bursts.pause``, unless something came."""
+        if not port.armed and port.pause_ps == self.loop.now_ps:
+            port.armed, port.pause_ps = True, -1
+            self._start_next(port)
 
     def _start(self, port: EgressPort, message: Outgoing) -> None:
         route, kind = message.route, message.kind
@@ -269,6 +270,8 @@ class Fabric:
         else:
             delay_ps = route.path.propagation_ps + outcome.delay_ps
             first_ps = now_ps + delay_ps
+            if outcome.delay_ps and first_ps > self.late_ps:
+                self.late_ps = first_ps
             if first_ps > route.first_ps:
                 route.first_ps = first_ps
             elif message.fence != NO_FENCE:
@@ -396,20 +399,19 @@ class Fabric:
                 f"{format_ps(first_ps)}, but its receiver ran to {format_ps(self.ran_to_ps)}"
             )
         if header[5] & frames.FLAG_BUNDLE:
-            bursts.receive(self, header, body, payload)
+            self.arriving.receive(header, body, payload)
         else:
             self._accept(Arrival(header, body, payload))
-
-    def is_here(self, device: int) -> bool:
-        """It is one of our devices."""
-        return device in self._ours
 
     def ingress_port(self, plane: int, device: int) -> IngressPort:
         """The ingress of one of our devices."""
         key = plane * self._devices_count + device
         port = self._ingress.get(key)
         if port is None:
-            port = self._ingress[key] = IngressPort()
+            shared = plane == Plane.UB
+            place = device - self.arriving.first_device
+            port = IngressPort(self.arriving, place) if shared else IngressPort()
+            self._ingress[key] = port
         return port
 
     def _accept(self, arrival: Arrival) -> None:
@@ -458,9 +460,9 @@ class Fabric:
         handler = self._handlers.get(arrival.kind) or self.handler(arrival.kind)
         handler(arrival)
 
-    def deliver_bundle(self, arriving: Any) -> None:
-        """The event of a bundle, see ``bursts``."""
-        bursts.deliver(self, arriving)
+    def deliver_flags(self, frame: burst_arrivals.Arriving) -> None:
+        """The event of a frame of flags."""
+        self.arriving.flags_came(frame)
 
     def handler(self, kind: int) -> Callable[[Any], None]:
         """Who takes messages of this kind. Raises FrameError."""
@@ -476,10 +478,11 @@ class Fabric:
         coming = deaths.forget(
             self.loop.agenda,
             self._ingress.values(),
+            self.arriving,
             devices=devices,
             window=window,
             deliver=self._deliver,
-            deliver_bundle=self.deliver_bundle,
+            deliver_flags=self.deliver_flags,
         )
         for tell in self._forgotten:
             tell(devices, coming)

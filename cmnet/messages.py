@@ -1,7 +1,7 @@
 """Messages on their way and the ports that they wait in: the records of the fabric.
 
-Owns their shape and the settling of an ingress; what happens to them is in ``cmnet.fabric`` and
-``cmnet.bursts``.
+Owns their shape and the settling of an ingress that no burst reaches; what happens to them is in
+``cmnet.fabric``, ``cmnet.bursts`` and ``cmnet.burst_arrivals``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cmnet.link.port import Server
 from cmnet.link.reach import FrameFacts
 from cmnet.topology.machine import Path
-from cmnet.wire.frames import FLAG_COPY, FLAG_QUIET
+from cmnet.units import NEVER_PS
+from cmnet.wire.frames import FLAG_QUIET
+
+if TYPE_CHECKING:
+    from cmnet.burst_arrivals import BurstArrivals
 
 Payload = bytes | bytearray | memoryview
 
@@ -66,72 +70,12 @@ class Arrival:
         self.delivered_ps = -1
 
 
-Row = tuple[int, int, int, int, int, int, int]
-"""One message of a bundle: first byte, last byte, charged bytes, ingress rate, target, data bytes,
-sequence."""
-
-
-SEQUENCE_MAX = (1 << 63) - 1
-"""The bit above it says in a row that it is a copy."""
-
-
-class Part:
-    """One message of a bundle on its way to a device of this process."""
-
-    flags = 0
-
-    __slots__ = (
-        "charged_bytes",
-        "data",
-        "delivered_ps",
-        "first_ps",
-        "last_ps",
-        "port",
-        "rate_bps",
-        "sequence",
-        "source",
-        "target",
-        "window",
-    )
-
-    def __init__(
-        self, row: Row, source: int, window: int, data: Payload, port: IngressPort
-    ) -> None:
-        (
-            self.first_ps,
-            self.last_ps,
-            self.charged_bytes,
-            self.rate_bps,
-            self.target,
-            _,
-            self.sequence,
-        ) = row
-        self.source = source
-        self.window = window
-        self.data = data
-        self.port = port
-        self.delivered_ps = -1
-
-
-class PartCopy(Part):
-    """A rule doubled the part before it: it is delivered there and handed to nobody."""
-
-    flags = FLAG_COPY
-
-    __slots__ = ()
-
-    def __init__(
-        self, row: Row, source: int, window: int, data: Payload, port: IngressPort
-    ) -> None:
-        super().__init__(row, source, window, data, port)
-        self.sequence &= SEQUENCE_MAX
-
-
 class EgressPort:
     """What waits to leave one device on one plane."""
 
     __slots__ = (
         "armed",
+        "pause_ps",
         "port_id",
         "queue",
         "queue_bytes_max",
@@ -144,9 +88,11 @@ class EgressPort:
         self.port_id = port_id
         self.queue_bytes_max = queue_bytes_max
         self.armed = False
+        self.pause_ps = -1
+        """What is left of a burst, alone here, goes on at this instant unless something comes."""
         self.server = Server()
         self.queue: deque[Any] = deque()
-        """``Outgoing`` or ``Burst``, first come first served."""
+        """``Outgoing`` or ``Leg``, first come first served."""
         self.waiting_bytes = 0
         self.waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -169,22 +115,35 @@ class EgressPort:
 
 
 class IngressPort:
-    """What is arriving at one device on one plane, unsettled: a heap by (first byte, source, sequence)."""
+    """What is arriving at one device on one plane, unsettled: a heap by (first byte, source, sequence)
+    of single messages, and on UB the process's arriving bursts, of which ``place`` is this port's."""
 
-    __slots__ = ("arrivals", "quiet", "server")
+    __slots__ = ("arrivals", "bursts", "bursts_ps", "in_table", "place", "quiet", "server")
 
-    def __init__(self) -> None:
+    def __init__(self, bursts: BurstArrivals | None = None, place: int = 0) -> None:
         self.server = Server()
-        self.arrivals: list[tuple[int, int, int, Arrival | Part]] = []
+        self.arrivals: list[tuple[int, int, int, Arrival]] = []
+        self.bursts = bursts
+        self.bursts_ps = NEVER_PS
+        """The next unsettled first byte of a burst's message here, as far as they are in order."""
+        self.place = place
+        self.in_table = False
+        """The server's state is with the bursts."""
         self.quiet: deque[Arrival] = deque()
         """Settled, and to be handed over with the next message that is not quiet."""
 
-    def add(self, arrival: Arrival | Part) -> None:
+    def add(self, arrival: Arrival) -> None:
         """Something is on its way to this port."""
         heapq.heappush(self.arrivals, (arrival.first_ps, arrival.source, arrival.sequence, arrival))
 
     def settle(self, now_ps: int) -> None:
         """Fix the delivery of all whose first byte is in; none of those can still be unknown."""
+        if self.bursts is not None:
+            if self.bursts.due(self, now_ps):
+                self.bursts.settle([self], now_ps)
+                return
+            if self.in_table:
+                self.bursts.leave_table(self)
         arrivals, receive, pop = self.arrivals, self.server.receive, heapq.heappop
         while arrivals and arrivals[0][0] <= now_ps:
             arrival = pop(arrivals)[3]
@@ -192,15 +151,27 @@ class IngressPort:
                 arrival.first_ps, arrival.last_ps, arrival.charged_bytes, arrival.rate_bps
             )
             if arrival.flags & FLAG_QUIET:
-                self.quiet.append(arrival)  # type: ignore[arg-type]  # a part is never quiet
+                self.quiet.append(arrival)
+
+    def take(self, now_ps: int) -> list[Arrival]:
+        """Single messages whose first byte is in, in order; the caller settles them."""
+        arrivals, taken, pop = self.arrivals, [], heapq.heappop
+        while arrivals and arrivals[0][0] <= now_ps:
+            taken.append(pop(arrivals)[3])
+        return taken
+
+    def settled(self, arrival: Arrival, delivered_ps: int) -> None:
+        """Its delivery is known."""
+        arrival.delivered_ps = delivered_ps
+        if arrival.flags & FLAG_QUIET:
+            self.quiet.append(arrival)
 
     def quiet_ones(self) -> list[Arrival]:
         """What is here and no event: settled or not, and not handed over."""
         unsettled = [entry[3] for entry in self.arrivals]
-        quiet = [one for one in unsettled if isinstance(one, Arrival) and one.flags & FLAG_QUIET]
-        return [*self.quiet, *quiet]
+        return [*self.quiet, *[one for one in unsettled if one.flags & FLAG_QUIET]]
 
-    def discard(self, unwanted: Callable[[Arrival | Part], bool]) -> None:
+    def discard(self, unwanted: Callable[[Arrival], bool]) -> None:
         """Forget every arrival that matches."""
         kept = [entry for entry in self.arrivals if not unwanted(entry[3])]
         if len(kept) < len(self.arrivals):

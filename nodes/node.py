@@ -14,7 +14,7 @@ from nodes.ems.placement import NodeWeight, View, make_view
 from nodes.ems.server import StoreServer
 from nodes.model import bodies
 from nodes.model.body import Body
-from nodes.moe.exchange import Touch
+from nodes.moe.layer import Touch
 from nodes.post import Post
 from nodes.serving import messages
 from nodes.serving.decode import DecodeNode

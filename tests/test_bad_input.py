@@ -16,6 +16,7 @@ from typing import NoReturn
 import pytest
 
 import run
+from nodes.moe import command as moe_command
 from nodes.serving import command
 from planes import measure
 
@@ -32,6 +33,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("a run started in spite of bad input")
 
     monkeypatch.setattr(command, "run", started)
+    monkeypatch.setattr(moe_command, "run", started)
     monkeypatch.setattr(measure, "measure", started)
     monkeypatch.chdir(tmp_path)
 
@@ -101,7 +103,6 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["report", "yesterday"], ("RUN", "'yesterday'", "there is none")),
     (["diff", "one"], ("RUN",)),
     (["diff", "one", "other"], ("RUN", "'one'")),
-    (["moe", "--ep", "8"], ("'moe'", "not built yet", "serve")),
     (["chaos", "--seeds", "3"], ("'chaos'", "not built yet")),
     (["fault", "RUN", "ls"], ("'fault'", "not built yet")),
     (["--pace", "2"], ("--pace", "not built yet")),
@@ -117,6 +118,42 @@ def test_a_bad_command_is_refused(
 ) -> None:
     """Unknown names, missing and superfluous arguments, and parts that do not exist yet."""
     refused(capsys, arguments, *parts)
+
+
+MOES: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--ep", "0"], ("--ep", "'0'", "from 1 to 768")),
+    (["--ep", "17"], ("--ep", "17", "at most 16", "mini.yaml")),
+    (["--ep", "9"], ("--ep", "9 with --redundant 0", "replicas that can: 5, 14")),
+    (
+        ["--ep", "8", "--redundant", "4"],
+        ("--ep", "8 with --redundant 4", "replicas that can: 0, 8"),
+    ),
+    (["--batch", "513"], ("--batch", "'513'", "from 1 to 512")),
+    (["--layers", "0"], ("--layers", "'0'", "from 1 to 58")),
+    (["--ep", "8", "--layers", "58"], ("--layers", "58", "84.29 GB", "machine.hbm_per_die")),
+    (["--skew", "hot:900:3"], ("--skew", "'hot:900:3'", "'hot:K:X'")),
+    (["--skew", "balanced", "--model", "seal"], ("--skew", "'balanced'", "--model seal")),
+    (["--algo", "fast"], ("--algo", "'fast'", "fused or unfused")),
+    (["--engine", "cpu"], ("--engine", "'cpu'", "aiv or sdma")),
+    (["--eplb", "perfect"], ("--eplb", "'perfect'", "on or off")),
+    (["--scale", "100"], ("--scale", "'100'", "'full' or a multiple of 64")),
+    (["--counts", "97"], ("--counts", "'97'", "at most --batch 96")),
+    (["--counts", "96"], ("--counts", "'96'", "each of 8 ranks")),
+    (["--seed", "-1"], ("--seed", "'-1'", "from 0 to 2^63 - 1")),
+    (["--plan", "nowhere.yaml"], ("nowhere.yaml", "No such file", "a plan file")),
+    (["--out", ""], ("--out", "''", "folder")),
+    (["--table", "--ep", "8"], ("--ep", "'8'", "it left out")),
+    (["--table", "--eplb", "on"], ("--eplb", "'on'", "it left out")),
+    (["--frobnicate"], ("--frobnicate",)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), MOES, ids=lambda value: " ".join(value)[:40])
+def test_a_bad_option_of_moe_is_refused(
+    arguments: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of serve; the group, its experts and its memory must fit the machine."""
+    refused(capsys, ["moe", str(MINI), *arguments], *parts)
 
 
 DIE, CPU, NODE = "node00/npu1/die1", "node01/cpu0", "node02"
@@ -155,7 +192,7 @@ def test_a_plan_of_link_has_link_faults_only(
     refused(capsys, ["link", str(MINI), *ends], "kill.plan", "'kill'", "link faults only")
 
 
-@pytest.mark.parametrize("command", ["serve", "link"])
+@pytest.mark.parametrize("command", ["serve", "moe", "link"])
 def test_a_plan_names_switches_of_this_machine(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,9 +404,17 @@ def test_an_out_that_would_overwrite_is_refused(
     refused(capsys, ["serve", str(MINI), "--out", "there"], "--out", "there", part)
 
 
+LINK_RECORD = (
+    '{"command": "link", "command_line": [], "topology_file": "", "topology_text": "", "seed": 0,'
+    ' "plan": {}, "options": {}}'
+)
 RECORDS = {
     "cut": ('{"command": "ser', ("record.json", "a whole record")),
     "empty": ("{}", ("record.json", "command", "a whole record")),
+    "of another command": (
+        LINK_RECORD,
+        ("record.json", "'link'", "serve or moe"),
+    ),
 }
 
 
@@ -392,7 +437,13 @@ def test_a_broken_record_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [["serve", str(MINI), "--rate", "0"], ["topology", "nowhere.yaml"], ["moe"], ["--seed", "x"]],
+    [
+        ["serve", str(MINI), "--rate", "0"],
+        ["topology", "nowhere.yaml"],
+        ["moe", "--ep", "9"],
+        ["ems"],
+        ["--seed", "x"],
+    ],
 )
 def test_a_real_process_says_the_same(arguments: list[str], tmp_path: Path) -> None:
     """Status 2, nothing on standard output but the first line, no traceback."""

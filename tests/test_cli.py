@@ -234,6 +234,69 @@ def test_link_prints_measured_and_formula(trace: str) -> None:
     assert found["measured_ps"] > 0
 
 
+MOE = ["moe", MINI, "--ep", "8", "--batch", "20", "--layers", "2"]
+
+
+def moe(*arguments: str, **environment: str) -> dict[str, Any]:
+    ended = command(*MOE, "--json", *arguments, **environment)
+    assert ended.returncode == 0, ended.stderr
+    report: dict[str, Any] = msgspec.json.decode(ended.stdout)
+    return report
+
+
+def test_moe_ends_with_one_right_object(trace: str) -> None:
+    """All keys, every token of every layer verified, with either model and at any scale; the first line
+    says what runs, and carried bytes decide nothing."""
+    report = moe()
+    assert [key for key in KEYS if key not in report] == []
+    assert (report["verified"]["checked"], report["verified"]["wrong"]) == (8 * 20 * 2, 0)
+    assert report["problems"] == report["errors"] == []
+    assert identity(moe("--scale", "full")) == identity(report)
+    assert moe("--model", "seal")["verified"] == report["verified"]
+
+
+def test_moe_is_the_same_however_it_runs(trace: str) -> None:
+    """As serve; and without verification, which it then says."""
+    first = moe(PYTHONHASHSEED="0")
+    options = ["--start-order", "random", "--socket-buffer", "4KiB", "--no-verify"]
+    other = moe(*options, PYTHONHASHSEED="1")
+    assert identity(other) == identity(first)
+    assert (other["verified"]["checked"], other["verified"]["asked"]) == (0, False)
+
+
+def test_moe_is_reported_again_and_replayed(trace: str) -> None:
+    """By the commands that serve has; ranks that have no tokens take part."""
+    report = moe("--out", "here", "--counts", "20,0x6,7")
+    assert report["verified"]["checked"] == 27 * 2
+    again = command("report", "here", "--json")
+    assert (again.returncode, msgspec.json.decode(again.stdout)) == (0, report)
+    repeated = command("replay", "here", "--json")
+    assert repeated.returncode == 0, repeated.stderr
+    found = msgspec.json.decode(repeated.stdout)
+    assert (found["same"], identity(found)) == (True, identity(report))
+
+
+def test_moe_names_what_a_death_took(trace: str) -> None:
+    """Right tokens or a named error; then the run's own plan explains them, and the status is 0."""
+    Path("plan.yaml").write_text("- {at: 900 us, target: node03, kind: kill}\n")
+    report = moe("--plan", "plan.yaml")
+    assert [death["node"] for death in report["deaths"]] == ["node03"]
+    verified = report["verified"]
+    assert verified["wrong"] == 0
+    assert verified["failed"] + verified["missing_results"] > 0
+    assert report["errors"]
+
+
+def test_the_table_of_moe_is_made_of_runs(trace: str) -> None:
+    """Two fit on the mini machine; every token of both is verified."""
+    ended = command("moe", MINI, "--table", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = msgspec.json.decode(ended.stdout)
+    assert [row["ep_size"] for row in found["rows"]] == [8, 16]
+    assert (found["verified"]["checked"], found["verified"]["wrong"]) == (24 * 128, 0)
+    assert len({run["digest"] for run in found["runs"]}) == 2
+
+
 def test_without_packages_it_says_what_to_do(tmp_path: Path) -> None:
     """A fresh clone: no venv, nothing installed."""
     shutil.copy(ROOT / "run.py", tmp_path)

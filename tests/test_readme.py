@@ -26,7 +26,7 @@ from cmnet.chaos import fault, plan
 from cmnet.topology.load import load
 from cmnet.topology.quantity import Kind
 from nodes.serving import command, options
-from nodes.serving.constants import CONSTANTS
+from nodes.constants import CONSTANTS
 from nodes.serving.job import EXTENSIONS
 from tests.rig import machine
 

@@ -82,3 +82,10 @@ def choice(text: str, *, option: str, built: Sequence[str], planned: Sequence[st
     if text in planned:
         raise not_built(option, text, right)
     raise wrong(option, text, right)
+
+
+def path(text: str | None, *, option: str) -> str | None:
+    """The name of a file or folder, which need not exist."""
+    if text is not None and (not text or "\0" in text):
+        raise wrong(option, text, "the name of a file or folder")
+    return text

@@ -8,13 +8,28 @@ at any scale and on any host. A journal, when there is one, gets the same events
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 _DELIVERY = struct.Struct("<BqIIQBQ")
+_DELIVERIES = np.dtype(
+    [
+        ("event", "u1"),
+        ("at_ps", "<i8"),
+        ("source", "<u4"),
+        ("target", "<u4"),
+        ("sequence", "<u8"),
+        ("kind", "u1"),
+        ("charged_bytes", "<u8"),
+    ]
+)
+"""The same bytes as ``_DELIVERY``."""
 _DROP = struct.Struct("<BqIIQB")
 
+I64 = npt.NDArray[np.int64]
 Write = Callable[[str], object]
 
 
@@ -28,7 +43,7 @@ class Digest:
         self._parts: list[bytes] = []
         """Folded when the value is asked for: one update a window instead of one an event."""
         self._add = self._parts.append
-        self._value = self._hash.digest()
+        self._value: bytes | None = None
         self._pack = _DELIVERY.pack
         self._write = write
 
@@ -41,18 +56,30 @@ class Digest:
             self._write(f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n")
 
     def deliveries(
-        self, source: int, kind: int, messages: Sequence[tuple[int, int, int, int]]
+        self,
+        kind: int,
+        *,
+        at_ps: I64,
+        sources: I64,
+        targets: I64,
+        sequences: I64,
+        charged_bytes: I64,
     ) -> None:
-        """Many at once of one source and kind: (at_ps, sequence, target, charged bytes) in order."""
-        pack = self._pack
-        self._add(
-            b"".join([pack(1, at, source, target, n, kind, c) for at, n, target, c in messages])
+        """Many at once, each array [n]: what ``delivery`` would fold of one after the other."""
+        events = np.empty(len(at_ps), _DELIVERIES)
+        events["event"], events["kind"] = 1, kind
+        events["at_ps"], events["sequence"], events["charged_bytes"] = (
+            at_ps,
+            sequences,
+            charged_bytes,
         )
+        events["source"], events["target"] = sources, targets
+        self._fold_parts()
+        self._hash.update(events.data)
+        self._value = None
         if self._write is not None:
-            for at_ps, sequence, target, charged_bytes in messages:
-                self._write(
-                    f"{at_ps} delivery {source} {target} {sequence} {kind} {charged_bytes}\n"
-                )
+            for _, at, source, target, sequence, _, charged in events.tolist():
+                self._write(f"{at} delivery {source} {target} {sequence} {kind} {charged}\n")
 
     def drop(self, at_ps: int, source: int, target: int, sequence: int, kind: int) -> None:
         """A rule dropped a message at its egress."""
@@ -68,11 +95,16 @@ class Digest:
 
     def value(self) -> bytes:
         """The digest so far, 16 bytes."""
+        self._fold_parts()
+        if self._value is None:
+            self._value = self._hash.digest()
+        return self._value
+
+    def _fold_parts(self) -> None:
         if self._parts:
             self._hash.update(b"".join(self._parts))
             self._parts.clear()
-            self._value = self._hash.digest()
-        return self._value
+            self._value = None
 
 
 def fold(seed: int, digests: Iterable[tuple[str, bytes]]) -> str:

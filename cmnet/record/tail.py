@@ -6,7 +6,7 @@ Owns the wait for more. Wall time, so for checkers beside a run, never for a nod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 POLL_S = 0.05
@@ -18,16 +18,25 @@ def follow(path: Path, *, ended: Callable[[], bool], poll_s: float = POLL_S) -> 
     Goes on until ``ended`` has said that nothing more will be written and all was read. A last line
     without newline was not finished and is left out. The file need not exist yet.
     """
-    offset = 0
+    return follow_all([path], ended=ended, poll_s=poll_s)
+
+
+def follow_all(
+    paths: Sequence[Path], *, ended: Callable[[], bool], poll_s: float = POLL_S
+) -> Iterator[bytes]:
+    """As ``follow``, for several files; lines of one keep their order."""
+    offsets = [0] * len(paths)
     while True:
-        last = ended()
-        data = _from(path, offset)
-        whole = data.rfind(b"\n") + 1
-        offset += whole
-        yield from data[:whole].splitlines()
+        last, idle = ended(), True
+        for index, path in enumerate(paths):
+            data = _from(path, offsets[index])
+            whole = data.rfind(b"\n") + 1
+            offsets[index] += whole
+            idle = idle and not whole
+            yield from data[:whole].splitlines()
         if last:
             return
-        if not whole:
+        if idle:
             time.sleep(poll_s)
 
 

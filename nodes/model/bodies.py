@@ -21,9 +21,10 @@ class Judge(Protocol):
         """See ``oracle.Oracle.check``."""
 
 
-def make(name: Name, settings: ModelSettings) -> Body:
-    """The body of this name; the exact one is made once a process, so call it before the fork."""
-    return exact.prepared(settings) if name == "exact" else seal.SealBody(settings)
+def make(name: Name, settings: ModelSettings, *, skew: str = "uniform") -> Body:
+    """The body of this name; the exact one is made once a process, so call it before the fork.
+    ``skew`` (``exact_skew``) is the exact one's alone."""
+    return exact.prepared(settings, skew) if name == "exact" else seal.SealBody(settings)
 
 
 def judge(name: Name, settings: ModelSettings) -> Judge:

@@ -7,8 +7,9 @@ order of arrival); sums over several terms are exact, so the bits are equal.
 
 Arrays of *states*, *rows*, *vectors*, *results* and *sums* are opaque: the first axis counts tokens
 (or messages), index and concatenate along it, change nothing else. ``layer`` counts carried layers
-from 0. ``place`` is the index of a row in its sequence: prompt rows first, then one row for each
-token that was generated and fed back. Nobody writes into an array that he was given.
+from 0; ``settings.carried_layers`` is the MTP layer, taken by every step that has a layer. ``place`` is
+the index of a row in its sequence: prompt rows first, then one row for each token that was generated
+and fed back. Nobody writes into an array that he was given.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Body(Protocol):
     settings: ModelSettings
     name: str
     fingerprint: str
+    draft_fingerprint: str
+    """Of the MTP layer too; the main model and its fingerprint do not depend on it."""
     vector_words: int
     result_words: int
     row_bytes: int
@@ -59,6 +62,16 @@ class Body(Protocol):
 
     def start_tokens(self, tokens: I64, *, places: I64) -> Array:
         """States [n] of generated tokens that are fed back, each at its place."""
+
+    def mtp_start(self, states: Array, tokens: I64) -> Array:
+        """States [n] that begin the MTP layer: of states after the last carried layer, and of the
+        tokens [n] that were sampled from them. They keep their places. What is sampled after the
+        layer is the draft of the token after next.
+
+        The layer's KV rows are a sequence of their own. It begins with the first token that was
+        generated and fed back, at its place in the main sequence: prompt rows do not go through the
+        MTP layer, so nothing of it is stored or moved from prefill to decode.
+        """
 
     def kv_rows(self, states: Array, *, layer: int) -> Array:
         """KV rows [n] that these tokens leave for those after them. Made before ``attend``."""
@@ -108,7 +121,10 @@ class Body(Protocol):
         """The seals [n] that are returned with the tokens and compared with the oracle's."""
 
     def fold_prompt(self, states: Array, *, first_place: int) -> int:
-        """This piece's share of the receipt, states of the last layer; shares add mod 2^64."""
+        """This piece's share of the receipt, states of the last layer; shares add mod 2^64.
+
+        Also folds the states after the MTP layer, with a token's index in the answer as its place.
+        """
 
     def receipt(self, last: int, shares: Sequence[int]) -> int:
         """The receipt of a request: its last token's seal and all shares of its prompt."""

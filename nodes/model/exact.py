@@ -6,7 +6,8 @@ gives the same bits; every exact sum is read twice, rounded for the next step an
 seal, so an error that rounds away is still seen. Formulas: model.md section 2; weights and constants:
 ``exact_tables``; the arithmetic: ``exact_plain`` and, compiled to the same bits, ``exact_kernels``.
 
-Owns the interface (``Body``) and the order of steps. Does not own messages, placement, or rows.
+Owns the interface (``Body``) and the order of steps; the MTP layer takes the same steps as any other.
+Does not own messages, placement, rows, or drafts (``drafts``).
 States are int64 [n, 66], sums int64 [n, 673]; KV rows are records of 24 bytes in one axis.
 """
 
@@ -71,6 +72,7 @@ class ExactBody:
         self.model = t.model(settings, exact_skew.biases(settings, skew))
         self.steps = _steps(self.model, compiled=compiled)
         self.fingerprint = _fingerprint(self)
+        self.draft_fingerprint = _draft_fingerprint(self)
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -83,6 +85,9 @@ class ExactBody:
 
     def start_tokens(self, tokens: I64, *, places: I64) -> I64:
         return self.steps.start_tokens(tokens, places)
+
+    def mtp_start(self, states: I64, tokens: I64) -> I64:
+        return self.steps.merge(states, tokens)
 
     def kv_rows(self, states: I64, *, layer: int) -> Rows:
         return self.steps.rows(states, layer=layer).view(ROW)[:, 0]
@@ -206,7 +211,24 @@ def _fingerprint(body: ExactBody) -> str:
         layer=settings.carried_layers - 1,
     )
     shape = repr([getattr(settings, key) for key in _SHAPE]).encode()
-    weights = [array for layer in model.layers for array in (layer.gate, layer.first, layer.bias)]
+    layers = model.layers[: settings.carried_layers]
+    weights = [array for layer in layers for array in (layer.gate, layer.first, layer.bias)]
     weights += [model.head, model.embedding, model.cos, model.sin, model.sigmoid, model.exp]
     run = [done.rows.view(np.uint8), done.states, gate.experts, gate.weights, tokens, every]
     return t.digest(np.frombuffer(shape, dtype=np.uint8), *weights, *run)
+
+
+def _draft_fingerprint(body: ExactBody) -> str:
+    """Digest of the main model's fingerprint, the MTP layer's weights, and one fixed run of it."""
+    model, layer = body.model, body.settings.carried_layers
+    own = model.layers[layer]
+    seeds = np.random.Philox(key=2).random_raw(5)
+    before = body.start_prompt(seeds, first_place=7)
+    begun = body.mtp_start(before, body.sample(before))
+    rows = body.kv_rows(begun, layer=layer)
+    sums = body.read_causal(begun, rows, layer=layer, first_place=7)
+    done = body.moe_here(body.attend(begun, sums, layer=layer), layer=layer)
+    main = np.frombuffer(body.fingerprint.encode(), dtype=np.uint8)
+    weights = (model.merge, own.gate, own.first, own.bias)
+    tokens = body.sample(done)
+    return t.digest(main, *weights, begun, rows.view(np.uint8), sums, done, tokens)

@@ -54,11 +54,20 @@ class CompiledSteps:
         self._sample: U64 = np.array([model.sample], dtype=np.uint64)
         self._embedding = model.embedding
         self._start: U64 = np.array([model.start_token, model.start_place], dtype=np.uint64)
+        self._merge: F32 = model.merge.ravel()
+        own = np.array([model.merge_word, model.start_token], dtype=np.uint64)
+        self._merge_words: U64 = np.concatenate([own, model.fold_merge])
 
     def start_tokens(self, tokens: I64, places: I64) -> I64:
         states = np.empty((len(tokens), t.STATE_WORDS), dtype=np.int64)
         attention.start_tokens(_own(tokens), _own(places), self._embedding, self._start, states)
         return states
+
+    def merge(self, states: I64, tokens: I64) -> I64:
+        after = np.empty((len(states), t.STATE_WORDS), dtype=np.int64)
+        weights, words, reals = self._merge, self._merge_words, self._reals
+        moe.merge(_own(states), _own(tokens), self._embedding, weights, words, reals, after)
+        return after
 
     def rows(self, states: I64, *, layer: int) -> I8:
         own = self._layers[layer]

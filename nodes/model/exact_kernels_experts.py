@@ -1,10 +1,11 @@
-"""Kernels of the exact body: gate, messages, experts, combine and the sampler.
+"""Kernels of the exact body: gate, messages, experts, combine, the sampler and the MTP layer's beginning.
 
 Does not own what they share with attention (``exact_kernels``) nor any formula (``exact_plain``).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nodes.model.exact_kernels import (
     DRAW_BITS,
     DRAW_SHIFT,
     E2,
+    EMBEDDING_SCALE,
     EXP_AT,
     EXPERT_AT,
     EXPERT_SCALE,
@@ -30,6 +32,7 @@ from nodes.model.exact_kernels import (
     INNER,
     LIMIT,
     LOW,
+    MERGE_SCALE,
     ONE,
     PLACE,
     SEAL,
@@ -227,3 +230,38 @@ def sample(states: I64, head: F32, constant: U64, reals: F64, tables: I64, token
         while ends[token] <= threshold:
             token += 1
         tokens[i] = token
+
+
+@kernel
+def merge(
+    states: I64, tokens: I64, embedding: I64, weights: F32, words: U64, reals: F64, after: I64
+) -> None:
+    """Words: of the MTP layer, of a token's start, then the fold."""
+    u, x, sums = np.empty(2 * D), np.empty(2 * D, np.float32), np.empty(D, np.float32)
+    for i in range(len(states)):
+        token = np.int64(np.uint64(tokens[i]) % np.uint64(V))
+        squares, others = 0.0, 0.0
+        for d in range(D):
+            u[d] = float(states[i, d])
+            u[D + d] = float(embedding[token, d] * EMBEDDING_SCALE)
+            squares += u[d] * u[d]
+            others += u[D + d] * u[D + d]
+        root = math.sqrt(squares / float(D) + 1.0)
+        other = math.sqrt(others / float(D) + 1.0)
+        most = 2.0**-30
+        for d in range(D):
+            u[d] = u[d] * reals[d] / root
+            u[D + d] = u[D + d] * reals[d] / other
+            most = max(most, max(abs(u[d]), abs(u[D + d])))
+        factor = 127.0 / most
+        for d in range(2 * D):
+            x[d] = np.float32(np.rint(u[d] * factor))
+        project(x, weights, sums)
+        scale = float(np.float32(most / 127.0)) * MERGE_SCALE
+        seal = np.uint64(states[i, SEAL]) + words[0] + mix(np.uint64(tokens[i]) + words[1])
+        for d in range(D):
+            seal += np.uint64(np.int64(sums[d])) * words[2 + d]
+            begun = np.rint((float(sums[d]) * reals[D + d]) * scale)
+            after[i, d] = np.int64(bounded(begun, LIMIT))
+        after[i, PLACE] = states[i, PLACE]
+        after[i, SEAL] = np.int64(mix(seal))

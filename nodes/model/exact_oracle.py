@@ -1,41 +1,25 @@
 """The oracle of the exact body: says of every token and seal of a request whether it is right.
 
 As ``nodes/model/oracle.py``: teacher forcing, own plain code, no import of what it checks, and blocks
-that were seen before are not computed again. Weights, tables and constants are made here anew from
-their definition (docstring of ``exact_tables``), keys take the plain form of MLA where the body has
-the absorbed one. Rows of many requests go through a layer together, grouped by expert; attention is
-done request by request in tiles that stay in a core's cache. Read it beside model.md section 2.
+that were seen before are not computed again. Rows of many requests go through a layer together,
+grouped by expert; attention is done request by request in tiles that stay in a core's cache. Does not
+own the model's steps (``exact_oracle_model``).
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nodes.model.oracle import ClaimedRequest, Truth, Verdict, compare, mix, read_prompt, u64
+from nodes.model.exact_oracle_model import F32, F64, I64, U64, Model
+from nodes.model.oracle import ClaimedRequest, Truth, Verdict, compare, read_prompt, u64
 from nodes.settings import ModelSettings
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
-F32 = npt.NDArray[np.float32]
 
 PACK_ROWS = 4096
 """Rows of a pack of requests: enough for some 140 rows an expert."""
-TILE = 16
-"""Queries at once: 16 x 32 heads x 300 keys are 600 KB."""
-KEYS = 256
-"""Keys summed in float32: 255 x 255 x 256 < 2^24."""
-CHOICES = 256
-"""Tokens whose scores of all experts are held at once: 512 KB an array."""
-EXPERTS = 32
-"""Experts whose rows are gathered at once."""
 
 
 class ExactOracle:
@@ -43,7 +27,7 @@ class ExactOracle:
 
     def __init__(self, settings: ModelSettings, *, skew: str = "uniform") -> None:
         self._settings = settings
-        self._model = _Model(settings, skew)
+        self._model = Model(settings, skew)
         self._blocks: dict[bytes, _Block] = {}
 
     def check(self, request: ClaimedRequest) -> Verdict:
@@ -91,7 +75,9 @@ class ExactOracle:
         fed = np.array([int(token) % 2**64 for token in request.tokens[:-1]], dtype=np.uint64)
         places = np.arange(known * per_block, len(seeds) + len(fed))
         prompt = len(seeds) - known * per_block
-        return _Part(seeds[known * per_block :], fed, keys, known, places, prompt)
+        drafts = request.draft_fold is not None
+        last = int(request.tokens[-1]) % 2**64 if drafts else None
+        return _Part(seeds[known * per_block :], fed, keys, known, places, prompt, last)
 
     def _run(self, parts: list[_Part]) -> list[Truth]:
         model = self._model
@@ -113,11 +99,41 @@ class ExactOracle:
             h, w = model.experts(layer, h, attended)
             logs.append((attended, w))
             kept.append((values, bound))
-        tokens = model.tokens(h, w)
+        tokens, drafts = model.tokens(h, w), self._drafts(parts, spans, h, w)
         return [
-            self._truth(part, span, w[span], tokens[span], logs, kept)
-            for part, span in zip(parts, spans, strict=True)
+            self._truth(part, span, w[span], tokens[span], logs, kept, fold)
+            for part, span, fold in zip(parts, spans, drafts, strict=True)
         ]
+
+    def _drafts(self, parts: list[_Part], spans: list[slice], h: F64, w: U64) -> list[int | None]:
+        """The fold of the MTP layer for each request that asks for it.
+
+        All rows of generated tokens go through it, each with the token that came after it.
+        """
+        folds: list[int | None] = [None if part.last is None else 0 for part in parts]
+        asked = [i for i, part in enumerate(parts) if part.last is not None and len(part.fed)]
+        if not asked:
+            return folds
+        model, layer = self._model, self._settings.carried_layers
+        rows = np.concatenate([np.arange(spans[i].stop)[-len(parts[i].fed) :] for i in asked])
+        places = np.concatenate([parts[i].places[-len(parts[i].fed) :] for i in asked])
+        after = [np.append(parts[i].fed[1:], u64(parts[i].last or 0)) for i in asked]
+        h, w = model.merge(h[rows], w[rows], np.concatenate(after))
+        values, bound = model.rows(layer, h, w, places)
+        query = model.query(layer, h, places)
+        ends = np.cumsum([len(own) for own in after])
+        pieces = [slice(end - len(own), end) for own, end in zip(after, ends, strict=True)]
+        read = [
+            model.read(layer, query[own], values[own], bound[own], place=int(places[own][0]))
+            for own in pieces
+        ]
+        sums, bounds = (np.concatenate(part) for part in zip(*read, strict=True))
+        h, w = model.attend(layer, h, w, sums, bounds)
+        _, w = model.experts(layer, h, w)
+        for index, own in zip(asked, pieces, strict=True):
+            odd = np.arange(len(w[own]), dtype=np.uint64) * u64(2) + u64(1)
+            folds[index] = int((odd * w[own]).sum(dtype=np.uint64))
+        return folds
 
     def _seen(self, part: _Part, layer: int, values: F32, bound: U64) -> tuple[F32, U64]:
         """Rows of the known blocks and own rows: all that the last row of a request sees."""
@@ -135,6 +151,7 @@ class ExactOracle:
         tokens: U64,
         logs: list[tuple[U64, U64]],
         kept: list[tuple[F32, U64]],
+        fold: int | None,
     ) -> Truth:
         prompt = part.prompt
         odd = part.places[:prompt].astype(np.uint64) * u64(2) + u64(1)
@@ -150,7 +167,7 @@ class ExactOracle:
         answers = slice(prompt - 1, None)
         log = [(one[span][answers], other[span][answers]) for one, other in logs]
         receipt = (int(seals[-1]) + int(shares[-1])) % 2**64
-        return Truth(tokens=tokens[answers], seals=seals[answers], receipt=receipt, log=log)
+        return Truth(tokens[answers], seals[answers], receipt, log, draft_fold=fold)
 
 
 class _Part(msgspec.Struct, frozen=True, eq=False):
@@ -164,6 +181,8 @@ class _Part(msgspec.Struct, frozen=True, eq=False):
     places: I64
     prompt: int
     """Own rows that are prompt rows."""
+    last: int | None
+    """The last token, which is not fed back, if the MTP layer is to be folded."""
 
 
 class _Block(msgspec.Struct, frozen=True, eq=False):
@@ -172,305 +191,3 @@ class _Block(msgspec.Struct, frozen=True, eq=False):
     bound: list[U64]
     share: int
     """Of the receipt, from the first row of the request to the last of this block."""
-
-
-# -- the definition -------------------------------------------------------------------------------
-
-
-def _number(name: str, index: int = 0) -> int:
-    text = f"cmnet exact {name} {index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _bytes(name: str, count: int) -> I64:
-    key = hashlib.blake2b(f"cmnet exact {name}".encode(), digest_size=16).digest()
-    words = np.random.Philox(key=int.from_bytes(key, "little")).random_raw((count + 7) // 8)
-    shifts = np.arange(0, 64, 8, dtype=np.uint64)
-    return ((words[:, None] >> shifts) & u64(255)).ravel()[:count].astype(np.int64)
-
-
-def _weights(name: str, *shape: int, most: int = 127) -> F32:
-    values = _bytes(name, math.prod(shape)) % (2 * most + 1) - most
-    return values.reshape(shape).astype(np.float32)
-
-
-def _odd(name: str, count: int) -> U64:
-    octets = _bytes(name, 8 * count).reshape(count, 8).astype(np.uint64)
-    total: U64 = (octets << np.arange(0, 64, 8, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
-    return total | u64(1)
-
-
-def _table(function: Any, first: int, last: int) -> F64:
-    return np.array([float(round(function(i))) for i in range(first, last)])
-
-
-class _Layer:
-    def __init__(self, layer: int, settings: ModelSettings, bias: I64) -> None:
-        experts = settings.routed_experts
-        self.query = _weights(f"query {layer}", 64, 256)
-        self.latent = _weights(f"latent {layer}", 64, 20)
-        self.key_up = _weights(f"key up {layer}", 4, 16, 32, most=15)
-        self.value_up = _weights(f"value up {layer}", 16, 4, 32, most=15)
-        self.out = _weights(f"out {layer}", 128, 64)
-        self.gate = _weights(f"gate {layer}", 64, experts)
-        self.first = _weights(f"first {layer}", experts + 1, 64, 32)
-        self.second = _weights(f"second {layer}", experts + 1, 16, 64)
-        check = _bytes(f"check {layer}", 64) % 254 - 127
-        self.check = np.where(check < 0, check, check + 1)
-        self.bias = bias
-        self.row, self.place = u64(_number("row", layer)), u64(_number("place", layer) | 1)
-        self.attention = u64(_number("attention", layer))
-        self.combine = u64(_number("combine", layer))
-        self.check_odd = u64(_number("check odd", layer) | 1)
-        self.fold_numerator = _odd(f"numerator {layer}", 640).reshape(20, 32)
-        self.fold_denominator = _odd(f"denominator {layer}", 32)
-        self.fold_bound = _odd(f"bound {layer}", 32)
-        self.fold_out = _odd(f"fold out {layer}", 64)
-        self.fold_combine = _odd(f"fold combine {layer}", 64)
-        self.expert = _odd(f"expert {layer}", experts + 1)
-
-
-class _Model:
-    """The steps, on values h [n, 64] in float64 and seals w [n]."""
-
-    def __init__(self, settings: ModelSettings, skew: str) -> None:
-        self._settings = settings
-        self._ramp = 1 + np.arange(64) / 512
-        self._cos = _table(lambda i: 2**14 * math.cos(2 * math.pi * i / 4096), 0, 4096)
-        self._sin = _table(lambda i: 2**14 * math.sin(2 * math.pi * i / 4096), 0, 4096)
-        self._sigmoid = _table(lambda i: 65535 / (1 + math.exp(-i / 256)), -2048, 2048)
-        self._exp = _table(lambda i: 1024 * math.exp(i / 128), -512, 512)
-        self._head = _weights("head", 64, 512)
-        self._embedding = _weights("embedding", 512, 64)
-        self._words = np.array([_number("embedding word", i) for i in range(8)], dtype=np.uint64)
-        layers = range(settings.carried_layers)
-        biases = [self._bias(layer, skew) for layer in layers]
-        self._layers = [_Layer(layer, settings, biases[layer]) for layer in layers]
-
-    def start(self, seeds: U64, tokens: U64, places: I64) -> tuple[F64, U64]:
-        words = mix(seeds[:, None] + self._words)
-        octets = (words[:, :, None] >> np.arange(0, 64, 8, dtype=np.uint64)) & u64(255)
-        prompt = octets.reshape(len(seeds), 64).astype(np.int8)
-        generated = self._embedding[(tokens % u64(512)).astype(np.int64)]
-        first = seeds + u64(_number("start prompt"))
-        later = mix(tokens + u64(_number("start token")))
-        odd = u64(_number("start place") | 1)
-        w = mix(np.concatenate([first, later]) + places.astype(np.uint64) * odd)
-        return np.concatenate([prompt, generated]).astype(np.float64) * 64, w
-
-    def _norm(self, h: F64) -> tuple[F32, F64]:
-        u = h * self._ramp
-        most = np.maximum(_most(u), 1)
-        x = np.rint(u * (127 / most)[:, None])
-        scale = most / np.sqrt(np.square(h).sum(axis=1) / 64 + 1) / 127
-        return x.astype(np.float32), scale.astype(np.float32).astype(np.float64)
-
-    def _turn(self, pairs: F64, places: I64, most: int) -> F64:
-        """[n, 4, ...] turned by their places."""
-        turned = np.empty_like(pairs)
-        for first, step in ((0, 163), (2, 7)):
-            angle = places * step % 4096
-            shape = (-1,) + (1,) * (pairs.ndim - 2)
-            cos, sin = self._cos[angle].reshape(shape), self._sin[angle].reshape(shape)
-            a, b = pairs[:, first], pairs[:, first + 1]
-            turned[:, first] = np.rint((a * cos - b * sin) / 2**14)
-            turned[:, first + 1] = np.rint((a * sin + b * cos) / 2**14)
-        return np.clip(turned, -most, most)
-
-    def rows(self, layer: int, h: F64, w: U64, places: I64) -> tuple[F32, U64]:
-        """Latent and rotated key [n, 20], and 32 bits of the seal."""
-        own = self._layers[layer]
-        x, scale = self._norm(h)
-        raw = (x @ own.latent).astype(np.float64)
-        rms = np.sqrt(np.square(raw[:, :16]).sum(axis=1) / 16 + 1)
-        scaled = raw * self._ramp[:20]
-        latent = np.clip(np.rint(scaled[:, :16] * (40 / rms)[:, None]), -127, 127)
-        key = np.clip(np.rint(scaled[:, 16:] * (scale * 0.07)[:, None]), -127, 127)
-        values = np.concatenate([latent, self._turn(key, places, 127)], axis=1)
-        return values.astype(np.float32), mix(w + own.row) >> u64(32)
-
-    def query(self, layer: int, h: F64, places: I64) -> F32:
-        """[n, 8, heads]: 4 without position, 4 rotated and times 16."""
-        x, scale = self._norm(h)
-        scaled = (x @ self._layers[layer].query).astype(np.float64) * np.tile(self._ramp, 4)
-        query = np.clip(np.rint(scaled * (scale * 0.0105)[:, None]), -31, 31).reshape(-1, 8, 32)
-        query[:, 4:] = 16 * self._turn(query[:, 4:], places, 31)
-        return query.astype(np.float32)
-
-    def read(self, layer: int, query: F32, values: F32, bound: U64) -> tuple[F64, U64]:
-        """Sums [n, heads, 21] and folds of the last n rows over all rows up to their own."""
-        own, count, rows = self._layers[layer], len(query), len(values)
-        keys = np.empty((32, 8, rows), dtype=np.float32)
-        keys[:, :4] = np.tensordot(own.key_up, values[:, :16], axes=(1, 1)).transpose(1, 0, 2)
-        keys[:, 4:] = values[:, 16:].T
-        bits = mix(bound + np.arange(rows, dtype=np.uint64) * own.place) >> u64(40)
-        parts = [(bits >> u64(shift)) & u64(255) for shift in (0, 8, 16)]
-        terms = np.column_stack([values, np.ones(rows), *parts]).astype(np.float32)
-        heads = np.ascontiguousarray(query.transpose(2, 0, 1))
-        sums = np.zeros((count, 32, 24))
-        for first in range(0, count, TILE):
-            tile = slice(first, min(first + TILE, count))
-            last = rows - count + tile.stop
-            for start in range(0, last, KEYS):
-                block = slice(start, min(start + KEYS, last))
-                exps = _exps(heads[:, tile] @ keys[:, :, block])
-                later = np.arange(block.start, block.stop) > np.arange(
-                    rows - count + first, last
-                ).reshape(-1, 1)
-                exps[:, later] = 0
-                sums[tile] += (exps @ terms[block]).transpose(1, 0, 2)
-        whole = sums[:, :, 21] + 256 * sums[:, :, 22] + 65536 * sums[:, :, 23]
-        return sums[:, :, :21], _fold(whole, own.fold_bound)
-
-    def attend(self, layer: int, h: F64, w: U64, sums: F64, folds: U64) -> tuple[F64, U64]:
-        own, count = self._layers[layer], len(h)
-        up = own.value_up.transpose(2, 0, 1).astype(np.float64)
-        mixed = (sums[:, :, :16].transpose(1, 0, 2) @ up).transpose(1, 2, 0)
-        value = np.rint(2 * mixed / sums[:, None, :, 20]).reshape(count, 128)
-        most = np.maximum(np.abs(value).max(axis=1), 1)
-        x = np.rint(value * (127 / most)[:, None]).astype(np.float32)
-        out = (x @ own.out).astype(np.float64)
-        scale = (most / 127).astype(np.float32).astype(np.float64)
-        h = np.clip(h + np.rint(out * self._ramp * (scale * 1.35e-3)[:, None]), -(2**20), 2**20)
-        folds = folds + _fold(sums[:, :, :20].reshape(count, -1), own.fold_numerator.T.ravel())
-        folds = folds + _fold(sums[:, :, 20], own.fold_denominator) + _fold(out, own.fold_out)
-        return h, mix(w + own.attention + folds)
-
-    def experts(self, layer: int, h: F64, w: U64) -> tuple[F64, U64]:
-        own, count, slots = self._layers[layer], len(h), self._settings.top_k + 1
-        x, scale = self._norm(h)
-        pieces = [slice(i, i + CHOICES) for i in range(0, count, CHOICES)]
-        choices = [self._choose(own, x[piece], scale[piece]) for piece in pieces]
-        chosen, weight = (np.concatenate(part) for part in zip(*choices, strict=True))
-        every = np.full((count, slots), self._settings.routed_experts)
-        every[:, :-1] = chosen
-        seal = self._seals(own, every, x, scale, w)
-        answers = self._answers(own, every.ravel(), x, scale).reshape(count, slots, 64)
-        total = answers[:, -1] * np.int32(4096)
-        for slot in range(slots - 1):
-            total += answers[:, slot] * weight[:, slot : slot + 1].astype(np.int32)
-        odd = (weight * 2 + 1).astype(np.uint64)
-        folds = (odd * seal[:, :-1]).sum(axis=1, dtype=np.uint64) + u64(3) * seal[:, -1]
-        w = mix(w + own.combine + folds + _fold(total, own.fold_combine))
-        return np.clip(h + np.rint(total / 4096), -(2**20), 2**20), w
-
-    def _seals(self, own: _Layer, every: I64, x: F32, scale: F64, w: U64) -> U64:
-        """What each expert answers as seal [n, slots]."""
-        bits = scale.astype(np.float32).view(np.uint32).astype(np.uint64)
-        check = _fold(x.astype(np.float64), own.check.astype(np.uint64)) * own.check_odd
-        return mix((w + bits + check)[:, None] + own.expert[every])
-
-    def _answers(self, own: _Layer, experts: I64, x: F32, scale: F64) -> npt.NDArray[np.int16]:
-        """[n * slots, 64]: gated experts, some experts at a time."""
-        slots = len(experts) // max(len(x), 1)
-        order = np.argsort(experts, kind="stable")
-        starts = np.searchsorted(experts[order], np.arange(len(own.first) + 1)).tolist()
-        answers = np.empty((len(experts), 64), dtype=np.int16)
-        for first in range(0, len(own.first), EXPERTS):
-            group = range(first, min(first + EXPERTS, len(own.first)))
-            where = order[starts[group.start] : starts[group.stop]]
-            ends = [starts[e + 1] - starts[group.start] for e in group]
-            tokens = where // slots
-            raw = _by_expert(x[tokens], own.first[group.start : group.stop], ends)
-            up = raw * self._ramp[:32] * (scale[tokens] / 512)[:, None]
-            inner = up[:, :16] * np.minimum(np.maximum(up[:, :16] + 3, 0), 6) * up[:, 16:]
-            most = np.maximum(_most(inner), 2.0**-30)
-            z = np.rint(inner * (127 / most)[:, None]).astype(np.float32)
-            down = _by_expert(z, own.second[group.start : group.stop], ends)
-            y = np.rint(down * self._ramp * (most * 0.0088)[:, None])
-            answers[where] = np.minimum(np.maximum(y, -32767), 32767)
-        return answers
-
-    def _choose(self, own: _Layer, x: F32, scale: F64) -> tuple[I64, I64]:
-        score = self._scores(x @ own.gate, scale)
-        best = self._best(score + own.bias)
-        score = np.take_along_axis(score, best, axis=1)
-        top_k = self._settings.top_k
-        part = score * (10240 // top_k) // score.sum(axis=1)[:, None]
-        return best, part * top_k + 1 + np.arange(top_k)
-
-    def _scores(self, logits: F32, scale: F64) -> I64:
-        index = np.rint(logits.astype(np.float64) * (scale * 0.64)[:, None] - 768)
-        return self._sigmoid[np.clip(index, -2048, 2047).astype(np.int64) + 2048].astype(np.int64)
-
-    def _best(self, score: I64) -> I64:
-        """Ids of the top_k best of the best groups, best first; equal ones by lower id."""
-        model, experts = self._settings, score.shape[1]
-        grouped = np.sort(score.reshape(len(score), model.groups, -1), axis=2)
-        group = grouped[:, :, -2:].sum(axis=2) * model.groups - np.arange(model.groups)
-        least = np.sort(group, axis=1)[:, -model.top_groups]
-        inside = np.repeat(group >= least[:, None], experts // model.groups, axis=1)
-        key = np.where(inside, score * experts - np.arange(experts), -(2**60))
-        top = np.partition(key, -model.top_k, axis=1)[:, -model.top_k :]
-        best: I64 = -np.sort(top, axis=1)[:, ::-1] % experts
-        return best
-
-    def _bias(self, layer: int, skew: str) -> I64:
-        """The vector that gives the experts the loads that ``skew`` asks for (``exact_skew``)."""
-        experts, tokens = self._settings.routed_experts, 512
-        bias = np.zeros(experts, dtype=np.int64)
-        if skew == "uniform":
-            return bias
-        visits = tokens * self._settings.top_k
-        wanted = np.array([min(tokens, round(visits * part)) for part in _loads(skew, experts)])
-        x = _weights(f"calibration {layer}", tokens, 64)
-        scale = 1 / np.sqrt(np.square(x.astype(np.float64)).sum(axis=1) / 64)
-        score = self._scores(x @ _weights(f"gate {layer}", 64, experts), scale)
-        for round_ in range(108):
-            found = np.bincount(self._best(score + bias).ravel(), minlength=experts)
-            bias = bias + np.sign(wanted - found) * (4096 >> (round_ // 12))
-            bias = np.clip(bias, -65535, 65535)
-        return bias
-
-    def tokens(self, h: F64, w: U64) -> U64:
-        x, scale = self._norm(h)
-        logits = (x @ self._head).astype(np.float64) * (scale * 0.105)[:, None]
-        index = np.clip(np.rint(logits), -512, 511).astype(np.int64)
-        ends = np.cumsum(self._exp[index + 512], axis=1).astype(np.int64)
-        drawn = (mix(w + u64(_number("sample"))) >> u64(28)).astype(np.int64)
-        passed = ends <= (drawn * ends[:, -1] >> 36)[:, None]
-        tokens: U64 = passed.sum(axis=1).astype(np.uint64)
-        return tokens
-
-
-def _exps(scores: F32) -> F32:
-    """(1 + z / 16)^16 times 255, in float32, in place."""
-    scores *= np.float32(2**-18)
-    scores += np.float32(0.85)
-    np.clip(scores, np.float32(0.7), np.float32(1), out=scores)
-    for _ in range(4):
-        np.multiply(scores, scores, out=scores)
-    scores *= np.float32(255)
-    return np.rint(scores, out=scores)
-
-
-def _most(values: F64) -> F64:
-    """The largest size in each row: halves against each other, as rows are short."""
-    sizes = np.abs(values)
-    while sizes.shape[1] > 1:
-        half = sizes.shape[1] // 2
-        sizes = np.maximum(sizes[:, :half], sizes[:, half:])
-    return sizes[:, 0]
-
-
-def _fold(sums: npt.NDArray[Any], odd: U64) -> U64:
-    """Exact sums [n, m] times odd words, modulo 2^64."""
-    folded: U64 = sums.astype(np.int64).astype(np.uint64) @ odd
-    return folded
-
-
-def _by_expert(x: F32, weights: F32, ends: list[int]) -> F32:
-    parts = np.split(x, ends[:-1])
-    return np.concatenate([part @ own for part, own in zip(parts, weights, strict=True)])
-
-
-def _loads(skew: str, experts: int) -> list[float]:
-    """The share of all visits that each expert is to have."""
-    kind, *numbers = skew.split(":")
-    if kind == "zipf":
-        parts = [(rank + 1) ** -float(numbers[0]) for rank in range(experts)]
-        return [part / sum(parts) for part in parts]
-    hot, factor = (int(numbers[0]), float(numbers[1])) if kind == "hot" else (0, 0.0)
-    chosen = [index * experts // hot for index in range(hot)]
-    rest = (1 - hot * factor / experts) / (experts - hot)
-    return [factor / experts if expert in chosen else rest for expert in range(experts)]

@@ -32,6 +32,9 @@ class Steps(Protocol):
     def start_tokens(self, tokens: I64, places: I64) -> I64:
         """States of generated tokens."""
 
+    def merge(self, states: I64, tokens: I64) -> I64:
+        """States at the beginning of the MTP layer."""
+
     def rows(self, states: I64, *, layer: int) -> I8:
         """KV rows of states."""
 
@@ -68,6 +71,23 @@ class PlainSteps:
         starts = mix(tokens.astype(np.uint64) + np.uint64(model.start_token))
         values = model.embedding[tokens.astype(np.uint64) % np.uint64(t.VOCABULARY)]
         return started(values, places, starts, model.start_place)
+
+    def merge(self, states: I64, tokens: I64) -> I64:
+        model = self._model
+        embedded = model.embedding[tokens.astype(np.uint64) % np.uint64(t.VOCABULARY)]
+        parts = (states[:, : t.HIDDEN], embedded * t.EMBEDDING_SCALE)
+        both = np.concatenate([self._unit(part.astype(np.float64)) for part in parts], axis=1)
+        most = np.maximum(np.abs(both).max(axis=1), 2.0**-30)
+        x = np.rint(both * (127.0 / most)[:, None]).astype(np.float32)
+        sums = (x @ model.merge).astype(np.float64)
+        scale = (most / 127.0).astype(np.float32).astype(np.float64) * t.MERGE_SCALE
+        after = states.copy()
+        after[:, : t.HIDDEN] = _clip(np.rint((sums * model.channel) * scale[:, None]), t.LIMIT)
+        seal = seals(states) + np.uint64(model.merge_word)
+        seal += mix(tokens.astype(np.uint64) + np.uint64(model.start_token))
+        seal += sums.astype(np.int64).view(np.uint64) @ model.fold_merge
+        after[:, t.SEAL] = mix(seal).view(np.int64)
+        return after
 
     def rows(self, states: I64, *, layer: int) -> I8:
         weights = self._model.layers[layer]
@@ -193,6 +213,12 @@ class PlainSteps:
         squares = (values * values).sum(axis=1)
         scale = most / np.sqrt(squares / t.HIDDEN + 1.0) / 127.0
         return x, scale.astype(np.float32).astype(np.float64)
+
+    def _unit(self, values: F64) -> F64:
+        """RMS-normed values [n, 64], not rounded."""
+        roots = np.sqrt((values * values).sum(axis=1) / t.HIDDEN + 1.0)
+        units: F64 = values * self._model.gain / roots[:, None]
+        return units
 
     def _query(self, states: I64, weights: t.Layer) -> F32:
         """[n, heads, 20]: absorbed queries for the latent, and 16 times those for the rotated key."""

@@ -23,12 +23,12 @@ STEPS = tuple(4096 >> (i // 12) for i in range(108))
 
 
 def biases(settings: ModelSettings, skew: str) -> list[I64]:
-    """One bias vector a carried layer. ValueError says what would be right."""
-    count = settings.routed_experts
+    """One bias vector a layer, the MTP layer's last. ValueError says what would be right."""
+    names = t.layer_names(settings)
     if skew == "uniform":
-        return [np.zeros(count, dtype=np.int64) for _ in range(settings.carried_layers)]
+        return [np.zeros(settings.routed_experts, dtype=np.int64) for _ in names]
     loads = wanted(settings, skew)
-    return [_calibrated(settings, loads, layer) for layer in range(settings.carried_layers)]
+    return [_calibrated(settings, loads, name) for name in names]
 
 
 def wanted(settings: ModelSettings, skew: str) -> I64:
@@ -64,7 +64,7 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal() and float(text) <= 1000
 
 
-def _calibrated(settings: ModelSettings, loads: I64, layer: int) -> I64:
+def _calibrated(settings: ModelSettings, loads: I64, layer: int | str) -> I64:
     scores = _scores(settings, layer)
     bias = np.zeros(settings.routed_experts, dtype=np.int64)
     for step in STEPS:
@@ -75,7 +75,7 @@ def _calibrated(settings: ModelSettings, loads: I64, layer: int) -> I64:
     return bias
 
 
-def _scores(settings: ModelSettings, layer: int) -> I64:
+def _scores(settings: ModelSettings, layer: int | str) -> I64:
     """Scores of fixed random tokens: what the gate sees of states whose values are independent."""
     x = t.signed(f"calibration {layer}", TOKENS, t.HIDDEN)
     logits = (x @ t.signed(f"gate {layer}", t.HIDDEN, settings.routed_experts)).astype(np.float64)

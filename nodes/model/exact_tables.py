@@ -13,9 +13,10 @@ A name of layer l is "<name> l": query [64, 256], latent [64, 20], key up [4, 16
 [16, 4, 32], out [128, 64], gate [64, experts], first [experts + 1, 64, 32], second [experts + 1, 16,
 64] (the shared expert last), check [64] (nonzero); words row, place (odd), attention, combine, check
 odd; odd folds numerator [640], denominator, bound [32], out, combine [64]; expert words (odd).
-Names without a layer: embedding [512, 64], head [64, 512], words start prompt, start token, start
-place (odd), sample, and embedding word 0..7. The two "up" matrices are signed(15), all others
-signed(127). Columns of one head's parts are component-major: column j * 32 + head.
+The MTP layer has all of these with "mtp" for l, and beside them merge [128, 64], the word merge and the
+odd fold merge [64]. Names without a layer: embedding [512, 64], head [64, 512], words start prompt,
+start token, start place (odd), sample, and embedding word 0..7. The two "up" matrices are signed(15),
+all others signed(127). Columns of one head's parts are component-major: column j * 32 + head.
 
 Tables (integers, from ``math``, checked by digest): cos and sin of 2 pi i / 4096 times 2^14;
 65535 / (1 + exp(-i / 256)) for i = -2048..2047; 1024 exp(i / 128) for i = -512..511; all rounded.
@@ -102,6 +103,8 @@ SHARED_WEIGHT = 4096
 HEAD_SCALE = 0.105
 """Logits about 0.5 nat wide, 128 steps a nat: sum of p^2 about 0.0025, the chance that a wrong seal
 gives the same token (model.md has 0.005 at 1 nat: then 2 of 100 faults often stay unseen)."""
+MERGE_SCALE = 5.5
+"""The MTP layer begins with values as large as a start's: 64 x 73 in the root mean square."""
 EMBEDDING_SCALE = 64
 SCORE_SCALE, SCORE_SHIFT, SCORE_LEAST = 2.0**-18, 0.85, 0.70
 """exp(z) as y^16, y = score 2^-18 + 0.85 within 0.70..1 (model.md 2.5)."""
@@ -113,8 +116,12 @@ DRAW_BITS = 36
 """Of the sampler's draw: total < 2^25, so that the product is below 2^61."""
 
 
+MTP = "mtp"
+"""The name of the MTP layer, where carried layers have their index."""
+
+
 class Layer(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One carried layer. Weights are small integers in float32."""
+    """One carried layer, or the MTP layer. Weights are small integers in float32."""
 
     query: F32
     latent: F32
@@ -145,6 +152,10 @@ class Model(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     settings: ModelSettings
     layers: list[Layer]
+    """The carried ones, and behind them the MTP layer."""
+    merge: F32
+    merge_word: int
+    fold_merge: U64
     embedding: I64
     head: F32
     cos: I64
@@ -160,7 +171,7 @@ class Model(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     embedding_words: U64
 
 
-def word(name: str, index: int = 0) -> int:
+def word(name: str, index: int | str = 0) -> int:
     """``word(name, i)`` of the definition."""
     data = f"cmnet exact {name} {index}".encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -184,7 +195,12 @@ def odd(name: str, count: int) -> U64:
     return raw(name, 8 * count).view("<u8").astype(np.uint64) | np.uint64(1)
 
 
-def _layer(index: int, experts: int, bias: I64) -> Layer:
+def layer_names(settings: ModelSettings) -> list[int | str]:
+    """What stands for l in the names of the definition, layer by layer."""
+    return [*range(settings.carried_layers), MTP]
+
+
+def _layer(index: int | str, experts: int, bias: I64) -> Layer:
     check = raw(f"check {index}", HIDDEN).astype(np.int64) % 254 - 127
     return Layer(
         query=signed(f"query {index}", HIDDEN, (NOPE + ROPE) * HEADS),
@@ -235,7 +251,10 @@ def _integers(values: list[float]) -> I64:
 
 
 def model(settings: ModelSettings, biases: list[I64]) -> Model:
-    """The model of these settings, with one bias vector a layer. RunError: tables differ here."""
+    """The model of these settings, with one bias vector a layer, the MTP layer's last.
+
+    RunError: the tables differ here.
+    """
     cos, sin = angle_tables()
     tables = cos, sin, sigmoid_table(), exp_table()
     found = digest(*tables)
@@ -245,7 +264,13 @@ def model(settings: ModelSettings, biases: list[I64]) -> Model:
     steps = np.arange(HIDDEN, dtype=np.float64)
     return Model(
         settings=settings,
-        layers=[_layer(index, experts, bias) for index, bias in enumerate(biases)],
+        layers=[
+            _layer(name, experts, bias)
+            for name, bias in zip(layer_names(settings), biases, strict=True)
+        ],
+        merge=signed(f"merge {MTP}", 2 * HIDDEN, HIDDEN),
+        merge_word=word("merge", MTP),
+        fold_merge=odd(f"fold merge {MTP}", HIDDEN),
         embedding=signed("embedding", VOCABULARY, HIDDEN).astype(np.int64),
         head=signed("head", HIDDEN, VOCABULARY),
         cos=cos,

@@ -43,10 +43,14 @@ class ClaimedRequest(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     log: Sequence[Sequence[tuple[int, int]]] | None = None
     """Optional, per token and layer: the seals after attention and after the experts. A token's
     list may be empty (the first token's, which the prefill makes)."""
+    draft_fold: int | None = None
+    """Optional: the sum of (2 i + 1) w_i mod 2^64, w_i the seal after the MTP layer of token i with the
+    token after it, for every token that was fed back. Rows of rejected drafts are not in it."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """``wrong`` of ``checked_tokens`` are wrong; a wrong receipt counts against the last token."""
+    """``wrong`` of ``checked_tokens`` are wrong; a wrong receipt or draft fold counts against the last
+    token."""
 
     checked_tokens: int
     wrong: int
@@ -66,7 +70,7 @@ class Oracle:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._model = _Model(settings)
+        self._model = Model(settings)
         self._prefixes: dict[bytes, _Prefix] = {}
 
     def check(self, request: ClaimedRequest) -> Verdict:
@@ -100,7 +104,19 @@ class Oracle:
         self._remember(keys, known, start, running, shares)
         seals = w[answers]
         receipt = (int(seals[-1]) + int(shares[-1])) % WORD
-        return Truth(tokens=self._model.tokens(seals), seals=seals, receipt=receipt, log=log)
+        fold = None if request.draft_fold is None else self._fold(request, seals[1:], places)
+        return Truth(self._model.tokens(seals), seals, receipt, log, draft_fold=fold)
+
+    def _fold(self, request: ClaimedRequest, w: U64, places: U64) -> int:
+        """The fold of the MTP layer over all rows of generated tokens."""
+        if not len(w):
+            return 0
+        layer, places = self._settings.carried_layers, places[-len(w) :]
+        after = np.array([int(token) % WORD for token in request.tokens[1:]], dtype=np.uint64)
+        w = self._model.merge(w, after)
+        w = self._model.attend(layer, w, self._model.sums(layer, w, places, 0))
+        odd = np.arange(len(w), dtype=np.uint64) * u64(2) + u64(1)
+        return int((odd * self._model.experts(layer, w)).sum(dtype=np.uint64))
 
     def _known(self, keys: list[bytes], rows: int) -> tuple[int, _Prefix]:
         """Leading full blocks already seen (never all rows: the last one is always computed)."""
@@ -122,11 +138,15 @@ class Oracle:
 
 
 class Truth(msgspec.Struct, frozen=True, eq=False):
+    """What should have been claimed."""
+
     tokens: U64
     seals: U64
     receipt: int
     log: list[tuple[U64, U64]]
     """Per layer: seals after attention and after the experts, one for each token."""
+    draft_fold: int | None
+    """If it was claimed."""
 
 
 def compare(request: ClaimedRequest, truth: Truth) -> Verdict:
@@ -142,6 +162,8 @@ def compare(request: ClaimedRequest, truth: Truth) -> Verdict:
             what = f"token {token}, not {right_token}"
         elif index == last and request.receipt != truth.receipt:
             what = f"receipt {request.receipt:016x}, not {truth.receipt:016x}: a prompt row differs"
+        elif index == last and request.draft_fold != truth.draft_fold:
+            what = f"draft fold {request.draft_fold}, not {truth.draft_fold}: the MTP layer"
         if what is not None:
             bad += 1
             first = first or f"{request.name}: token {index}: {what}"
@@ -196,13 +218,19 @@ def u64(value: int) -> np.uint64:
     return np.uint64(value % WORD)
 
 
-def _name(name: str, index: int = 0) -> int:
+def _name(name: str, index: int | str = 0) -> int:
     text = f"cmnet seal {name} {index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _names(name: str, count: int, *, odd: bool = False) -> U64:
     return np.array([_name(name, i) | odd for i in range(count)], dtype=np.uint64)
+
+
+def _of_layers(name: str, count: int, *, odd: bool = False) -> U64:
+    """One for each carried layer, and behind them the MTP layer's."""
+    names = [*range(count), "mtp"]
+    return np.array([_name(name, layer) | odd for layer in names], dtype=np.uint64)
 
 
 def mix(z: U64) -> U64:
@@ -218,22 +246,22 @@ def _fold(words: U64, odd: U64) -> U64:
     return total
 
 
-class _Model:
+class Model:
     """The model's constants by name, and its steps."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         layers = settings.carried_layers
-        self._row, self._query = _names("row", layers), _names("query", layers)
-        self._place = _names("place", layers, odd=True)
-        self._combine = _names("combine", layers)
+        self._row, self._query = _of_layers("row", layers), _of_layers("query", layers)
+        self._place = _of_layers("place", layers, odd=True)
+        self._combine = _of_layers("combine", layers)
         self._gate, self._gate_layer = (
             _names("gate expert", settings.routed_experts),
-            _names("gate layer", layers),
+            _of_layers("gate layer", layers),
         )
         self._expert, self._expert_layer = (
             _names("expert", settings.routed_experts + 1),
-            _names("expert layer", layers),
+            _of_layers("expert layer", layers),
         )
         self._vector, self._result = _names("vector", 8), _names("result", 16)
         self._fold_vector = _names("fold vector", 8, odd=True)
@@ -244,6 +272,10 @@ class _Model:
         generated = mix(tokens + u64(_name("start token")))
         odd = u64(_name("start place") | 1)
         return mix(np.concatenate([prompt, generated]) + places * odd)
+
+    def merge(self, w: U64, tokens: U64) -> U64:
+        """What goes into the MTP layer."""
+        return mix(w + u64(_name("merge", "mtp")) + mix(tokens + u64(_name("start token"))))
 
     def sums(self, layer: int, w: U64, places: U64, before: int) -> U64:
         """For each row the sum over all rows up to itself, bound to their places."""

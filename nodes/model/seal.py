@@ -14,6 +14,7 @@ modulo 2^64, so no split and no order can change a bit. Formulas: model.md, sect
     fold     sum of F_i * (v_i ^ v_i >> 32), F_i odd
     expert   r = mix(fold(v) + EXPERT_l + E_e), then words as in dispatch
     combine  w = mix(w + COMBINE_l + sum (2 g_k + 1) fold(r_k) + 3 fold(r_shared))
+    mtp      w = mix(w + MERGE + mix(token + START)), then the steps of the MTP layer
 
 Owns this arithmetic. Does not own messages, placement of experts, or who keeps rows. Rows of a
 sequence are really read at each step: the sum is made anew from all of them (6 us for 300 rows,
@@ -99,7 +100,7 @@ def mix(words: U64) -> U64:
     return mixed
 
 
-def constant(name: str, index: int = 0) -> int:
+def constant(name: str, index: int | str = 0) -> int:
     """A constant of the model: the first 8 bytes of a digest of its name and index."""
     data = f"cmnet seal {name} {index}".encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -110,7 +111,7 @@ def _constants(name: str, count: int, *, first: int = 0) -> U64:
 
 
 class Layer(msgspec.Struct, frozen=True, eq=False):
-    """The constants of one carried layer."""
+    """The constants of one carried layer, or of the MTP layer."""
 
     row: int
     place: int
@@ -123,7 +124,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
     expert_integers: list[int]
 
 
-def _layer(index: int, settings: ModelSettings) -> Layer:
+def _layer(index: int | str, settings: ModelSettings) -> Layer:
     gate = _constants("gate expert", settings.routed_experts)
     expert = _constants("expert", settings.routed_experts + settings.shared_experts)
     expert += np.uint64(constant("expert layer", index))
@@ -148,7 +149,9 @@ class SealBody:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self._layers = [_layer(index, settings) for index in range(settings.carried_layers)]
+        names = [*range(settings.carried_layers), "mtp"]
+        self._layers = [_layer(name, settings) for name in names]
+        self._merge = constant("merge", "mtp")
         self._start_prompt = constant("start prompt")
         self._start_token = constant("start token")
         self._start_place = constant("start place") | 1
@@ -163,6 +166,7 @@ class SealBody:
         self._scores = np.empty((2, settings.routed_experts), dtype=np.uint64)
         self._places: list[U64] = [np.empty(0, dtype=np.uint64) for _ in self._layers]
         self.fingerprint = _fingerprint(self)
+        self.draft_fingerprint = _draft_fingerprint(self)
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -177,6 +181,10 @@ class SealBody:
             return _one(mix_integer(inner + self._start_place * int(places[0])))
         inner_words = mix(tokens.astype(np.uint64) + np.uint64(self._start_token))
         return mix(inner_words + places.astype(np.uint64) * np.uint64(self._start_place))
+
+    def mtp_start(self, states: U64, tokens: I64) -> U64:
+        sampled = mix(tokens.astype(np.uint64) + np.uint64(self._start_token))
+        return mix(states + np.uint64(self._merge) + sampled)
 
     def kv_rows(self, states: U64, *, layer: int) -> U64:
         if len(states) == 1:
@@ -306,8 +314,8 @@ class SealBody:
     def prefill(self, seeds: U64, *, cached_rows: U64) -> Prefilled:
         first_place = cached_rows.shape[1]
         states = self.start_prompt(seeds, first_place=first_place)
-        rows = np.empty((len(self._layers), len(seeds)), dtype=np.uint64)
-        for layer in range(len(self._layers)):
+        rows = np.empty((self.settings.carried_layers, len(seeds)), dtype=np.uint64)
+        for layer in range(self.settings.carried_layers):
             rows[layer] = self.kv_rows(states, layer=layer)
             before = self.read(states, cached_rows[layer], layer=layer, first_place=0)
             sums = self.read_causal(states, rows[layer], layer=layer, first_place=first_place)
@@ -368,5 +376,18 @@ def _fingerprint(body: SealBody) -> str:
     shape = [getattr(settings, key) for key in _SHAPE]
     digest = hashlib.blake2b(f"seal 1 {shape}".encode(), digest_size=16)
     for array in (done.rows, done.states, gate.experts, gate.weights, tokens, started, every):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _draft_fingerprint(body: SealBody) -> str:
+    """Digest of the main model's fingerprint and one fixed run of the MTP layer."""
+    layer, before = body.settings.carried_layers, _constants("draft fingerprint", 5)
+    begun = body.mtp_start(before, body.sample(before))
+    rows = body.kv_rows(begun, layer=layer)
+    sums = body.read_causal(begun, rows, layer=layer, first_place=7)
+    done = body.moe_here(body.attend(begun, sums, layer=layer), layer=layer)
+    digest = hashlib.blake2b(body.fingerprint.encode(), digest_size=16)
+    for array in (begun, rows, sums, done, body.sample(done)):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()

@@ -1,152 +1,65 @@
-"""Dispatch and combine of one decode node over UB: bursts of token messages, counts and flags.
+"""Dispatch and combine between the ranks of a group, at one node, over UB (FusedDispatch, FusedCombine).
 
-Owns the messages of one layer of one step: the source side waits for the results of its tokens, the
-expert side for the flags of every source rank, and each gives up after a bounded wait with an error
-that names who is missing. Does not own time of computation (the caller sleeps it) nor the step.
+Owns the messages of each layer at both ends: which slot each is written to, the flags behind them, what
+has come to each local rank and when it is complete, and that no slot is overwritten unread. Does not own
+time of computation, what a rank does when it is complete (callbacks), nor who takes part.
 
-A source die writes its token messages in (token, k) order, then one {count, flag} to every node of the
-group: its ranks share that node's flag area. Results are written to the slot (token, k) of the source,
-so a message that comes twice changes nothing. Whoever begins a step forgets the steps before it, and
-what still comes for those is ignored: memory does not grow with what was lost or late.
+A source writes its tokens in (token, k) order, then one flag to *every* expert rank; an expert rank
+writes results to the slot (token, k) of the source, then one flag to *every* source. A rank is complete
+when all flags are here and all rows that they count. Nobody waits for a barrier: that a rank has the
+combine flags of all says that all have read their dispatch (see ``buffers``).
+
+Rows and flags are known here somewhat before they are delivered (``cmnet.bursts``): every callback gets
+the instant at which a rank is complete, and nothing may be done for it before that.
+
+The unfused flow exchanges counts first (flags only), waits for them, and then sends tokens in BF16.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
+import functools
 import struct
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from cmnet.bursts import Bundle
-from cmnet.errors import CorruptError, LinkError, OperationError, PeerDeadError
+from cmnet.burst_arrivals import Bundle
+from cmnet.errors import CorruptError
 from cmnet.launch.agent import Context
-from cmnet.messages import Payload
-from cmnet.topology.machine import Operation, Plane
-from cmnet.units import NEVER_PS
 from nodes.model import tiles
-from nodes.model.body import Array, Body
-from nodes.moe.placement import ExpertPlacement
-
-DISPATCH_KIND = 72
-COMBINE_KIND = 73
+from nodes.model.body import I64, U64, Body
+from nodes.moe import buffers, layout, placement, sending
+from nodes.moe.arrivals import Arrivals, Bools
+from nodes.moe.layer import (
+    KINDS,
+    Complete,
+    Group,
+    Key,
+    Late,
+    Layer,
+    Lost,
+    Phase,
+    Touch,
+    Wrong,
+)
+from nodes.moe.layout import TokenRows, Tokens
+from nodes.moe.operators import Operators
+from nodes.moe.sending import Leg, Writes
+from nodes.moe.table import Table, check_held, table
+from nodes.moe.writer import Writer
 
 FLAG_BYTES = 32
-"""Charged for a count and flag: xDeepServe's metadata field (arXiv 2508.02520, section 3.2)."""
+"""Charged for one count and flag: xDeepServe's metadata field (arXiv 2508.02520, section 3.2). A flag of a
+dispatch has one for each expert of its target."""
 
-_HEAD = struct.Struct("<IIHq")
-"""epoch, step, layer, when the operator began"""
-_TOKEN = struct.Struct("<iHHH")
-"""expert (-1: a flag), token index, k, source rank; before the vector"""
-_FLAG = struct.Struct("<iIHH")
-"""-1, count, 0, source rank"""
-_RESULT = struct.Struct("<HH")
-"""token index, k; before the result"""
-
-Key = tuple[int, int, int]
-"""(epoch, step, layer)"""
-Touch = Callable[[str, Any], Any]
-
-
-class _Waiting:
-    """One end of one layer: what is still to come, and who waits for it."""
-
-    __slots__ = ("began_ps", "ended_ps", "error", "future")
-
-    def __init__(self) -> None:
-        self.began_ps = NEVER_PS
-        self.ended_ps = 0
-        """When the last message came."""
-        self.error: LinkError | None = None
-        self.future: asyncio.Future[None] | None = None
-
-    def came(self, began_ps: int, now_ps: int) -> None:
-        """Messages of an operator that began then are here."""
-        self.began_ps = min(self.began_ps, began_ps)
-        self.ended_ps = now_ps
-
-    def end(self, error: OperationError | None = None) -> None:
-        """Wake who waits, if somebody does."""
-        if self.future is None or self.future.done():
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
-
-
-class _Expected(_Waiting):
-    """What a node's experts wait for."""
-
-    __slots__ = ("counts", "items", "rows_due", "sources")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items: dict[tuple[int, int, int], tuple[int, int, bytes]] = {}
-        """(source rank, token, k) -> (device, expert, vector)"""
-        self.counts: dict[int, int] = {}
-        """Source rank -> rows it sent here."""
-        self.rows_due = 0
-        """The sum of those."""
-        self.sources: tuple[int, ...] = ()
-
-    def flag(self, rank: int, count: int) -> None:
-        """A source says how many rows it sent here; again changes nothing."""
-        if rank not in self.counts:
-            self.counts[rank] = count
-            self.rows_due += count
-
-    def complete(self) -> bool:
-        """All flags and rows are here. A flag is written after its rows, but UB may deliver late."""
-        return len(self.items) >= self.rows_due and all(
-            source in self.counts for source in self.sources
-        )
-
-    def late(self) -> list[int]:
-        """Ranks whose flag or rows are not here."""
-        come = collections.Counter(rank for rank, _, _ in self.items)
-        return [
-            rank
-            for rank in self.sources
-            if rank not in self.counts or come[rank] < self.counts[rank]
-        ]
-
-
-class _Awaited(_Waiting):
-    """What a source waits for."""
-
-    __slots__ = ("missing", "results")
-
-    def __init__(self, results: Array, missing: dict[tuple[int, int, int], int]) -> None:
-        super().__init__()
-        self.results = results
-        self.missing = missing
-        """(source device, token, k) -> rank that owes it"""
-
-    def late(self) -> list[int]:
-        """Ranks that owe results."""
-        return sorted(set(self.missing.values()))
-
-
-class Rows(msgspec.Struct, frozen=True, eq=False):
-    """What arrived at a node's experts: row by row, and whom the results are for."""
-
-    experts: Array
-    vectors: Array
-    targets: list[int]
-    """Device of the expert of each row."""
-    sources: list[int]
-    """Rank that each row came from."""
-    slots: list[tuple[int, int]]
-    """(token, k) of each row."""
+_HEAD = struct.Struct("<IIH")
+"""epoch, step, layer"""
 
 
 class Exchange:
-    """One decode node's end of all exchanges."""
+    """One node's end of all exchanges."""
 
     def __init__(
         self,
@@ -155,252 +68,450 @@ class Exchange:
         scale: tiles.Scale,
         *,
         devices: tuple[int, ...],
+        operators: Operators,
         timeout_ps: int,
         touch: Touch,
+        unfused: bool = False,
+        engine: str = "aiv",
+        shared_buffer: bool = False,
     ) -> None:
+        """``devices``: of each rank. ``timeout_ps``: a rank gives up on its dispatch after it, on its
+        combine after twice that. ``shared_buffer``: for tests of the detector only."""
+        self._context = context
         self._loop = context.loop
-        self._fabric = context.fabric
-        self._body = body
-        self._scale = scale
-        self._devices = devices
-        """Device of each decode rank."""
-        self._timeout_ps = timeout_ps
-        self._touch = touch
-        self._ranks_per_node = context.machine.dies_per_node
-        self._step: tuple[int, int] = (0, 0)
-        """(epoch, step): what comes for an earlier one is ignored."""
-        self._expected: dict[Key, _Expected] = {}
-        self._awaited: dict[Key, _Awaited] = {}
-        self.dispatch_ps = array("q")
-        """From the first source's operator start to the last row or flag here, a sample a layer."""
-        self.combine_ps = array("q")
-        """From the first expert die's operator start to the last result here, a sample a layer."""
-        context.fabric.bind(DISPATCH_KIND, self._dispatched)
-        context.fabric.bind(COMBINE_KIND, self._combined)
+        self._body, self._scale, self._touch = body, scale, touch
+        self._model = body.settings
+        self._devices: I64 = np.array(devices, dtype=np.int64)
+        machine = context.machine
+        ours = [machine.devices[device].process == context.process for device in devices]
+        self.first = ours.index(True)
+        """The first local rank; local ranks are neighbours."""
+        self.ranks = sum(ours)
+        """Local ranks."""
+        self.slots = body.settings.top_k + 1
+        """Messages of a token: to its routed experts and to the shared one."""
+        self._rank_of: I64 = np.full(len(machine.devices), -1, dtype=np.int64)
+        self._rank_of[self._devices] = np.arange(len(devices))
+        self._operators, self._timeout_ps, self._unfused = operators, timeout_ps, unfused
+        self._writer = Writer(context, self._devices, engine=engine)
+        self._shared_buffer = shared_buffer
+        self._group: Group | None = None
+        self._buffers: dict[str, Any] = {}
+        self._shape = (0, 0)
+        """Slots of one source at a rank's dispatch buffer, slots of a rank's combine buffer."""
+        self._step = (0, 0)
+        self._layers: dict[Key, Layer] = {}
+        self._ended: set[Key] = set()
+        self._samples: dict[Phase, array[int]] = {"dispatch": array("q"), "combine": array("q")}
+        """A sample a layer: from the first operator's begin to the last row or flag here."""
+        self.on_dispatched: Complete = _ignore
+        self.on_combined: Complete = _ignore
+        self.on_late: Late = _ignore
+        self.on_lost: Lost = _ignore
+        self.on_wrong: Wrong = _raise
+        context.fabric.bind(KINDS["dispatch"], self._tokens_came)
+        context.fabric.bind(KINDS["combine"], self._results_came)
+        context.fabric.bind(KINDS["count"], self._counts_came)
+        for phase, kind in KINDS.items():
+            context.fabric.arriving.wanted[kind] = functools.partial(self._announced, phase)
 
-    def begin(self, epoch: int, step: int) -> None:
+    # --- steps ------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int, step: int, group: Group) -> None:
         """A step begins here: those before it are over, wherever they were."""
-        self._step = (epoch, step)
-        self._expected = {k: v for k, v in self._expected.items() if k[:2] >= self._step}
-        self._awaited = {k: v for k, v in self._awaited.items() if k[:2] >= self._step}
+        self._step, self._group = (epoch, step), group
+        given_up = [key for key in self._layers if key[:2] < self._step]
+        for key in given_up:
+            self.end(key)
+        self._ended = {key for key in self._ended if key[:2] >= self._step}
+        self._make_buffers(group, anew=bool(given_up))
+        self._expect_anew()  # what came before the step began here
+
+    def end(self, key: Key) -> None:
+        """Nothing more is wanted of this layer; what still comes for it is ignored."""
+        layer = self._layers.pop(key, None)
+        self._ended.add(key)
+        if layer is not None:
+            for timer in layer.timers.values():
+                timer.cancel()
+
+    def _make_buffers(self, group: Group, *, anew: bool) -> None:
+        """Anew when the group is another, or a step was given up half-way."""
+        most = int(table(group.placement, self._model.routed_experts).written.max())
+        shape = (
+            buffers.max_tokens(group.batch, most, self._model),
+            group.batch * self.slots,
+        )
+        if shape == self._shape and not anew:
+            return
+        self._shape = shape
+        self._buffers = buffers.make(
+            ranks=self.ranks,
+            dispatch_slots=shape[0] * len(self._devices),
+            combine_slots=shape[1],
+            shared=self._shared_buffer,
+            model=self._model,
+        )
+
+    def _open(self, key: Key) -> Layer | None:
+        """None: of a layer or step that is over."""
+        layer = self._layers.get(key)
+        if layer is None and key[:2] >= self._step and key not in self._ended:
+            layer = self._layers[key] = Layer()
+        return layer
+
+    def _arrivals(self, key: Key, layer: Layer, phase: Phase) -> Arrivals:
+        arrivals = layer.arrivals.get(phase)
+        if arrivals is None:
+            arrivals = Arrivals(ranks=self.ranks, ep_size=len(self._devices))
+            layer.arrivals[phase] = arrivals
+            if key[:2] == self._step:
+                self._expect(phase, arrivals)
+            self._watch(key, layer, phase)
+        return arrivals
+
+    def _watch(self, key: Key, layer: Layer, phase: Phase) -> None:
+        if phase in layer.timers:
+            layer.timers[phase].cancel()
+        tries = 2 if phase == "combine" else 1
+        at_ps = self._loop.now_ps + tries * self._timeout_ps
+        layer.timers[phase] = self._loop.call_at_ps(at_ps, self._late, key, layer, phase)
+
+    def _expect(self, phase: Phase, arrivals: Arrivals) -> None:
+        group = self._group
+        assert group is not None
+        expected: Bools = np.zeros(len(self._devices), dtype=np.bool_)
+        expected[group.experts if phase == "combine" else group.sources] = True
+        arrivals.expected = expected
+        if phase != "combine":  # of a combine, those that dispatched
+            local = group.experts[(group.experts >= self.first)] - self.first
+            arrivals.wanted[local[local < self.ranks]] = True
+
+    def _check(self, key: Key, layer: Layer, phase: Phase) -> None:
+        """Say which ranks have become complete."""
+        arrivals = layer.arrivals[phase]
+        ranks = arrivals.newly_complete()
+        if ranks and arrivals.done[arrivals.wanted].all():
+            layer.timers[phase].cancel()
+            self._sample(phase, arrivals)
+        if ranks:
+            self._tell(key, layer, phase, {rank: int(arrivals.last_ps[rank]) for rank in ranks})
+
+    def _sample(self, phase: Phase, arrivals: Arrivals) -> None:
+        began_ps = arrivals.began_ps[arrivals.began_ps >= 0]
+        if phase != "count" and len(began_ps):
+            last_ps = arrivals.last_ps[arrivals.wanted].max()
+            self._samples[phase].append(int(last_ps - began_ps.min()))
+
+    def statistics(self) -> dict[str, Any]:
+        """Samples for the report, in ps."""
+        return {f"{phase}_ps": samples.tolist() for phase, samples in self._samples.items()}
+
+    def _tell(self, key: Key, layer: Layer, phase: Phase, local: dict[int, int]) -> None:
+        done_ps = {self.first + rank: at_ps for rank, at_ps in local.items()}
+        if phase == "dispatch":
+            self.on_dispatched(key, done_ps)
+        elif phase == "combine":
+            self.on_combined(key, done_ps)
+        else:
+            self._send_counted(key, layer, done_ps)
+
+    def exclude(self, dead: frozenset[int]) -> None:
+        """From here on these ranks are not waited for nor written to; experts that only they had are at
+        none (the caller dispatches no token to them)."""
+        group = self._group
+        assert group is not None
+        gone = np.array(sorted(dead), dtype=np.int64)
+        self._group = msgspec.structs.replace(
+            group,
+            sources=np.setdiff1d(group.sources, gone),
+            experts=np.setdiff1d(group.experts, gone),
+            placement=placement.without(group.placement, dead=dead),
+        )
+        self._expect_anew()
+
+    def _expect_anew(self) -> None:
+        layers = [(key, layer) for key, layer in self._layers.items() if key[:2] == self._step]
+        for _, layer in layers:
+            for phase, arrivals in layer.arrivals.items():
+                self._expect(phase, arrivals)
+        self._context.fabric.arriving.deliver()
+        for key, layer in layers:
+            for phase in list(layer.arrivals):
+                self._check(key, layer, phase)
+
+    # --- late -------------------------------------------------------------------------------------
+
+    def _late(self, key: Key, layer: Layer, phase: Phase) -> None:
+        self._context.fabric.arriving.deliver()
+        arrivals = layer.arrivals[phase]
+        missing = arrivals.missing()
+        waiting = np.flatnonzero(arrivals.wanted & ~arrivals.done).tolist()
+        found = {self.first + rank: np.flatnonzero(missing[rank]).tolist() for rank in waiting}
+        self.on_late(key, phase, found)
+
+    def accept(self, key: Key, phase: Phase) -> None:
+        """Go on with what is here, for all local ranks that are late: rows of sources that did not all
+        come are not taken."""
+        layer = self._layers[key]
+        arrivals = layer.arrivals[phase]
+        if phase == "dispatch":
+            layer.refused = arrivals.missing()
+        ranks = np.flatnonzero(arrivals.wanted & ~arrivals.done).tolist()
+        arrivals.done[ranks] = True
+        self._tell(key, layer, phase, dict.fromkeys(ranks, self._loop.now_ps))
+
+    def is_open(self, key: Key) -> bool:
+        """Somebody here still wants something of this layer."""
+        return key in self._layers
+
+    def arrivals(self, key: Key, phase: Phase) -> Arrivals:
+        """What came to local ranks (0 is ``first``), for the record."""
+        return self._layers[key].arrivals[phase]
 
     # --- source side ------------------------------------------------------------------------------
 
-    def expect_results(self, key: Key, tokens: int, owed: dict[tuple[int, int, int], int]) -> None:
-        """Before dispatching: ``owed`` is (source device, token, k) -> rank, all of the node's."""
-        slots = self._body.settings.top_k + 1
-        results = np.zeros((tokens, slots, self._body.result_words), dtype=np.uint64)
-        self._awaited[key] = _Awaited(results, owed)
+    async def dispatch(self, key: Key, tokens: Tokens, legs: dict[int, Leg]) -> I64:
+        """Write the tokens of local ranks (``legs``: all of those that take part now, with tokens or
+        without) to their experts, then a flag to every expert rank. Returns, per leg, the rows sent to
+        each rank [legs, ep_size]."""
+        layer, group = self._open(key), self._group
+        assert layer is not None and group is not None, "a step that is over"
+        held = table(group.placement, self._model.routed_experts)
+        self._arrivals(key, layer, "combine").wanted[[rank - self.first for rank in legs]] = True
+        self._watch(key, layer, "combine")
+        if layer.results is None or layer.filled is None:
+            shape = (self.ranks, group.batch, self.slots)
+            layer.results = np.zeros((*shape, self._body.result_words), dtype=np.uint64)
+            layer.filled = np.zeros(shape, dtype=np.bool_)
+        rows = self._token_rows(tokens, group, held)
+        flags = sending.dispatch_flags(rows, legs, group.experts, held, flag_bytes=FLAG_BYTES)
+        if self._unfused:
+            for rank in legs:
+                layer.unsent[rank] = tokens.chosen(tokens.ranks == rank)
+            await self._burst(key, "count", sending.NOTHING, flags)
+        else:
+            await self._write_tokens(key, rows, legs, flags)
+        return sending.rows_sent(rows, legs, ep_size=len(self._devices))
 
-    def dispatch(
-        self,
-        key: Key,
-        rank: int,
-        *,
-        first_token: int,
-        vectors: Array,
-        experts: Array,
-        placement: ExpertPlacement,
-        nodes_first_ranks: list[int],
-        began_ps: int,
-    ) -> None:
-        """Write a rank's tokens to their experts, then its counts to every node."""
-        tiling = self._scale.vector
-        item_bytes = tiling.item_bytes
-        data = bytes(tiles.tile(vectors, tiling)) if len(vectors) else b""
-        model = self._body.settings
-        items, counts = [], dict.fromkeys(nodes_first_ranks, 0)
-        shared = placement.shared[rank]
-        for token, chosen in enumerate(experts.tolist()):
-            vector = data[token * item_bytes : (token + 1) * item_bytes]
-            for k, expert in enumerate([*chosen, model.shared_expert]):
-                target = shared if k == model.top_k else placement.ranks[expert]
-                counts[target - target % self._ranks_per_node] += 1
-                head = _TOKEN.pack(expert, first_token + token, k, rank)
-                items.append((self._devices[target], model.dispatch_bytes, head + vector))
-        for first_rank, count in counts.items():
-            flag = _FLAG.pack(-1, count, 0, rank)
-            items.append((self._devices[first_rank], FLAG_BYTES, flag))
-        self._burst(key, DISPATCH_KIND, self._devices[rank], items, began_ps)
-
-    async def room_to_dispatch(self, rank: int, tokens: int, nodes: int) -> None:
-        """Wait, in virtual time, until the rank's port takes so much more (design 2.1). A port takes
-        more than one collective, so this waits only behind other traffic."""
-        model = self._body.settings
-        rows_bytes = tokens * (model.top_k + 1) * model.dispatch_bytes
-        await self._room(self._devices[rank], rows_bytes + nodes * FLAG_BYTES)
-
-    async def room_to_combine(self, device: int, rows: int) -> None:
-        """As ``room_to_dispatch``, for the results of so many rows."""
-        await self._room(device, rows * self._body.settings.combine_bytes)
-
-    async def _room(self, device: int, charged_bytes: int) -> None:
-        other = next((each for each in self._devices if each != device), None)
-        if other is not None:  # a route to anyone: room is the port's
-            route = self._fabric.route(Plane.UB, Operation.WRITE, device, other)
-            await self._fabric.room(route, charged_bytes)
-
-    def _burst(
-        self,
-        key: Key,
-        kind: int,
-        source: int,
-        items: list[tuple[int, int, bytes]],
-        began_ps: int,
-    ) -> None:
-        head = _HEAD.pack(*key, began_ps)
-        self._keep_own(kind, source, head, [item for item in items if item[0] == source])
-        items = [item for item in items if item[0] != source]
-
-        def lost(indices: list[int]) -> None:
-            self._lost(key, [items[index][0] for index in indices])
-
-        self._fabric.send_burst(
-            source=source,
-            plane=Plane.UB,
-            operation=Operation.WRITE,
-            kind=kind,
-            head=head,
-            items=items,
-            lost=lost,
+    def _token_rows(self, tokens: Tokens, group: Group, held: Table) -> TokenRows:
+        index = tokens.ranks * group.batch + tokens.numbers
+        routed = placement.targets(group.placement, tokens.experts, index)
+        return sending.token_rows(
+            tokens,
+            routed,
+            held,
+            shared_expert=self._model.shared_expert,
+            max_tokens=self._shape[0],
         )
 
-    def _keep_own(
-        self, kind: int, source: int, head: bytes, items: list[tuple[int, int, bytes]]
+    async def _write_tokens(
+        self, key: Key, rows: TokenRows, legs: dict[int, Leg], flags: Writes
     ) -> None:
-        """A die's messages to itself pass no link."""
-        if items:
-            now_ps = self._loop.now_ps
-            own: list[tuple[int, Payload, int]] = [(to, data, now_ps) for to, _, data in items]
-            handler = self._dispatched if kind == DISPATCH_KIND else self._combined
-            self._loop.call_soon(handler, Bundle(source, head, own, 0))
+        own = rows.sources == rows.targets
+        model = self._model
+        stages_ps = self._operators.tokens_ready_ps(int(rows.tokens.max(initial=0)) + 1)
+        ready_ps = sending.first_ps(legs, rows.sources) + stages_ps[rows.tokens]
+        if own.any():
+            self._take_tokens(key, rows.chosen(own), ready_ps[own])
+        away = rows.chosen(~own)
+        charged = model.combine_bytes if self._unfused else model.dispatch_bytes
+        writes = Writes(
+            sources=away.sources,
+            targets=away.targets,
+            charged_bytes=np.full(len(away.sources), charged, dtype=np.int64),
+            ready_ps=ready_ps[~own],
+            data=layout.pack_tokens(away, self._scale.vector),
+        )
+        await self._burst(key, "dispatch", writes, flags)
 
-    def _lost(self, key: Key, targets: list[int]) -> None:
-        """The link gave up on messages of ours: the layer cannot be completed."""
-        awaited = self._awaited.get(key)
-        if awaited is None:
-            return  # results to another node: it waits for them and gives up
-        devices = self._fabric.machine.devices
-        names = sorted({devices[target].name for target in targets})
-        awaited.error = LinkError(f"no path to {', '.join(names[:3])}", definite=True)
-        awaited.end(awaited.error)
+    def _send_counted(self, key: Key, layer: Layer, done_ps: dict[int, int]) -> None:
+        """Unfused: the counts of all are here, so these ranks' tokens go out."""
+        group = self._group
+        ranks = [rank for rank in done_ps if rank in layer.unsent]
+        if not ranks or group is None:
+            return
+        now_ps, launch_ps = self._loop.now_ps, self._operators.launch_ps
+        tokens = layout.all_tokens([layer.unsent.pop(rank) for rank in ranks])
+        began_ps = layer.arrivals["count"].began_ps
+        legs = {
+            rank: Leg(int(began_ps[rank]), max(done_ps[rank] + launch_ps, now_ps)) for rank in ranks
+        }
+        held = table(group.placement, self._model.routed_experts)
+        rows = self._token_rows(tokens, group, held)
+        flags = sending.dispatch_flags(rows, legs, group.experts, held, flag_bytes=FLAG_BYTES)
+        self._context.spawn(self._write_tokens(key, rows, legs, flags), f"tokens of {key}")
 
-    async def results(self, key: Key) -> Array:
-        """Results [tokens, top_k + 1, words] of the node's tokens. Raises PeerDeadError, LinkError."""
-        awaited = self._awaited[key]
-        try:
-            if awaited.error is not None:
-                raise awaited.error
-            if awaited.missing:
-                await self._wait(awaited, "results of")
-            self.combine_ps.append(awaited.ended_ps - awaited.began_ps)
-            return awaited.results
-        finally:
-            self._awaited.pop(key, None)
+    def results(self, key: Key, rank: int, tokens: int) -> tuple[U64, Bools]:
+        """Results [tokens, slots, words] of a local rank, and which of them are here [tokens, slots]."""
+        layer, local = self._layers[key], rank - self.first
+        assert layer.results is not None and layer.filled is not None
+        return layer.results[local, :tokens], layer.filled[local, :tokens]
 
-    def _combined(self, bundle: Bundle) -> None:
-        *key, began_ps = _HEAD.unpack(bundle.head)
-        awaited = self._awaited.get(tuple(key))
-        if awaited is None:
-            return  # of a step that was given up
-        awaited.came(began_ps, self._loop.now_ps)
-        tiling = self._scale.result
-        for target, data, _ in bundle.items:
-            token, k = _RESULT.unpack_from(data)
-            result = tiles.untile(data[_RESULT.size :], tiling)
-            awaited.results[token, k] = result[0]
-            awaited.missing.pop((target, token, k), None)
-        if not awaited.missing:
-            awaited.end()
+    def results_read(self, key: Key, read_ps: dict[int, int]) -> None:
+        """These ranks have read their results at these instants."""
+        filled = self._layers[key].filled
+        assert filled is not None
+        for rank, at_ps in read_ps.items():
+            slots = np.flatnonzero(filled[rank - self.first])
+            ranks = np.full(len(slots), rank - self.first)
+            self._buffers["combine"].take(ranks, slots, np.full(len(slots), at_ps))
 
     # --- expert side ------------------------------------------------------------------------------
 
-    async def rows(self, key: Key, sources: tuple[int, ...]) -> Rows:
-        """All rows for this node's experts in this layer. Raises PeerDeadError, CorruptError."""
-        expected = self._expected.setdefault(key, _Expected())
-        expected.sources = sources
-        try:
-            if not expected.complete():
-                await self._wait(expected, "rows or flags of")
-            self.dispatch_ps.append(expected.ended_ps - expected.began_ps)
-            return self._unpack(expected)
-        finally:
-            self._expected.pop(key, None)
+    def rows(self, key: Key, read_ps: dict[int, int]) -> TokenRows:
+        """Rows for the experts of these local ranks, each read at its instant, by rank, expert, source
+        and slot: the contiguous tensors that the experts get."""
+        layer = self._layers[key]
+        arrivals = layer.arrivals["dispatch"]
+        whole = layout.joined(arrivals.rows, self._body.vector_words)
+        wanted = np.zeros(self.ranks, dtype=np.bool_)
+        wanted[[rank - self.first for rank in read_ps]] = True
+        local = whole.targets - self.first
+        chosen = wanted[local]
+        if layer.refused is not None:
+            chosen &= ~layer.refused[local, whole.sources]
+        arrivals.rows = [whole.chosen(~wanted[local])] if not wanted.all() else []
+        rows = whole.chosen(chosen)
+        rows = rows.chosen(np.lexsort((rows.slots, rows.sources, rows.experts, rows.targets)))
+        at_ps = np.zeros(self.ranks, dtype=np.int64)
+        at_ps[[rank - self.first for rank in read_ps]] = list(read_ps.values())
+        local = rows.targets - self.first
+        away = rows.sources != rows.targets
+        self._buffers["dispatch"].take(local[away], rows.slots[away], at_ps[local[away]])
+        return rows
 
-    def _dispatched(self, bundle: Bundle) -> None:
-        epoch, step, layer, began_ps = _HEAD.unpack(bundle.head)
-        if (epoch, step) < self._step:
-            return  # of a step that was given up
-        expected = self._expected.setdefault((epoch, step, layer), _Expected())
-        expected.came(began_ps, self._loop.now_ps)
-        for target, data, _ in bundle.items:
-            expert, token, k, rank = _TOKEN.unpack_from(data)
-            if expert < 0:
-                _, count, _, rank = _FLAG.unpack(data)
-                expected.flag(rank, count)
-            else:
-                expected.items[rank, token, k] = (target, expert, bytes(data)[_TOKEN.size :])
-        if expected.future is not None and expected.complete():
-            expected.end()
-
-    def _unpack(self, expected: _Expected) -> Rows:
-        order = sorted(expected.items)
-        parts = [expected.items[slot] for slot in order]
-        if not parts:
-            empty = np.empty(0, dtype=np.int64)
-            return Rows(experts=empty, vectors=empty, targets=[], sources=[], slots=[])
-        joined = b"".join([data for _, _, data in parts])
-        vectors = tiles.untile(joined, self._scale.vector)
-        experts = np.array([expert for _, expert, _ in parts], dtype=np.int64)
-        if experts.max() > self._body.settings.shared_expert:
-            raise CorruptError(f"a token for expert {experts.max()}", definite=True)
-        return Rows(
-            experts=self._touch("experts", experts),
-            vectors=self._touch("vectors", vectors),
-            targets=[target for target, _, _ in parts],
-            sources=[rank for rank, _, _ in order],
-            slots=[(token, k) for _, token, k in order],
+    async def combine(self, key: Key, rows: TokenRows, results: U64, legs: dict[int, Leg]) -> None:
+        """Write the results [n, words] of rows back to their sources, then a flag to every source.
+        ``legs``: the local ranks whose experts are done, with rows or without."""
+        group = self._group
+        if group is None or self._open(key) is None:
+            return  # of a step that was given up meanwhile
+        order = sending.result_order(rows)
+        rows, results = rows.chosen(order), results[order]
+        flags = sending.combine_flags(
+            rows, legs, group.sources, ep_size=len(self._devices), flag_bytes=FLAG_BYTES
         )
+        running = layout.running_index(rows.targets)
+        stages_ps = self._operators.results_ready_ps(int(running.max(initial=0)) + 1)
+        ready_ps = sending.first_ps(legs, rows.targets) + stages_ps[running]
+        own = rows.sources == rows.targets
+        if own.any():
+            mine = rows.chosen(own)
+            took = layout.ResultRows(mine.sources, mine.targets, mine.tokens, mine.k, results[own])
+            self._take_results(key, took, ready_ps[own])
+        away = rows.chosen(~own)
+        writes = Writes(
+            sources=away.targets,
+            targets=away.sources,
+            charged_bytes=np.full(len(away.sources), self._model.combine_bytes, dtype=np.int64),
+            ready_ps=ready_ps[~own],
+            data=layout.pack_results(away.tokens, away.k, results[~own], self._scale.result),
+        )
+        await self._burst(key, "combine", writes, flags)
 
-    def combine(
-        self,
-        key: Key,
-        device: int,
-        rows: Rows,
-        results: Array,
-        chosen: list[int],
-        *,
-        began_ps: int,
-    ) -> None:
-        """Write one expert die's results (those at ``chosen``) back to their sources."""
-        tiling = self._scale.result
-        item_bytes = tiling.item_bytes
-        data = bytes(tiles.tile(results[chosen], tiling))
-        charged_bytes = self._body.settings.combine_bytes
-        items = []
-        for number, index in enumerate(chosen):
-            result = data[number * item_bytes : (number + 1) * item_bytes]
-            head = _RESULT.pack(*rows.slots[index])
-            items.append((self._devices[rows.sources[index]], charged_bytes, head + result))
-        self._burst(key, COMBINE_KIND, device, items, began_ps)
+    # --- links ------------------------------------------------------------------------------------
 
-    async def _wait(self, waiting: _Expected | _Awaited, what: str) -> None:
-        waiting.future = self._loop.create_future()
+    async def _burst(self, key: Key, phase: Phase, writes: Writes, flags: Writes) -> None:
+        """Write, and set flags behind; a rank's messages to itself pass no link."""
+        own = flags.sources == flags.targets
+        self._take_flags(key, phase, flags.chosen(own))
+        flags = flags.chosen(~own)
+        if not len(writes.sources) and not len(flags.sources):
+            return
 
-        def give_up() -> None:
-            ranks = ", ".join(map(str, waiting.late()[:8]))
-            waiting.end(PeerDeadError(f"no {what} ranks {ranks}", definite=False))
+        def lost(indices: I64) -> None:
+            self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())
 
-        timer = self._loop.call_at_ps(self._loop.now_ps + self._timeout_ps, give_up)
+        await self._writer.burst(KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
+
+    def _announced(self, phase: Phase, head: bytes, sources: I64, targets: I64) -> bool:
+        """Flags come: whether a rank may now be complete. Until then nothing needs handling."""
+        key = _HEAD.unpack(head)
+        layer = self._open(key)
+        if layer is None:
+            return False
+        local = self._rank_of[targets] - self.first
+        return self._arrivals(key, layer, phase).announce(local, self._rank_of[sources])
+
+    def _tokens_came(self, bundle: Bundle) -> None:
+        if bundle.flags:
+            self._flags_came("dispatch", bundle)
+            return
+        key = _HEAD.unpack(bundle.head)
+        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
         try:
-            await waiting.future
-        finally:
-            timer.cancel()
-            waiting.future = None
+            rows = layout.unpack_tokens(targets, sources, bundle.data, self._scale.vector)
+            self._take_tokens(key, rows, bundle.delivered_ps)
+        except CorruptError as error:
+            self.on_wrong(key, error)
 
-    def statistics(self) -> dict[str, Any]:
-        """Samples for the report."""
-        return {
-            "dispatch_ps": self.dispatch_ps.tolist(),
-            "combine_ps": self.combine_ps.tolist(),
-        }
+    def _results_came(self, bundle: Bundle) -> None:
+        if bundle.flags:
+            self._flags_came("combine", bundle)
+            return
+        key = _HEAD.unpack(bundle.head)
+        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
+        try:
+            rows = layout.unpack_results(targets, sources, bundle.data, self._scale.result)
+            self._take_results(key, rows, bundle.delivered_ps)
+        except CorruptError as error:
+            self.on_wrong(key, error)
+
+    def _counts_came(self, bundle: Bundle) -> None:
+        self._flags_came("count", bundle)
+
+    def _flags_came(self, phase: Phase, bundle: Bundle) -> None:
+        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
+        flags = Writes(sources, targets, bundle.charged_bytes, bundle.delivered_ps, bundle.data)
+        self._take_flags(_HEAD.unpack(bundle.head), phase, flags)
+
+    def _take_tokens(self, key: Key, rows: TokenRows, at_ps: I64) -> None:
+        layer = self._open(key)
+        if layer is None:
+            return
+        local, away = rows.targets - self.first, rows.sources != rows.targets
+        if key[:2] == self._step:
+            assert self._group is not None
+            experts = self._model.routed_experts
+            check_held(table(self._group.placement, experts), rows, shared_expert=experts)
+            self._buffers["dispatch"].write(local[away], rows.slots[away], at_ps[away])
+        self._arrivals(key, layer, "dispatch").add_rows(local, rows.sources, at_ps, rows)
+        self._check(key, layer, "dispatch")
+
+    def _take_results(self, key: Key, rows: layout.ResultRows, at_ps: I64) -> None:
+        layer = self._open(key)
+        if layer is None or layer.results is None or layer.filled is None:
+            return  # of a step that was given up
+        local = rows.targets - self.first
+        slots = rows.tokens * self.slots + rows.k
+        away = rows.sources != rows.targets
+        self._buffers["combine"].write(local[away], slots[away], at_ps[away])
+        layer.results[local, rows.tokens, rows.k] = rows.results
+        layer.filled[local, rows.tokens, rows.k] = True
+        self._arrivals(key, layer, "combine").add_rows(local, rows.sources, at_ps, None)
+        self._check(key, layer, "combine")
+
+    def _take_flags(self, key: Key, phase: Phase, flags: Writes) -> None:
+        layer = self._open(key)
+        if layer is None or not len(flags.sources):
+            return
+        began_ps, counts = layout.unpack_flags(flags.data)
+        total = counts.sum(axis=1) if phase != "count" else np.zeros(len(counts), dtype=np.int64)
+        self._arrivals(key, layer, phase).add_flags(
+            flags.targets - self.first,
+            flags.sources,
+            at_ps=flags.ready_ps,
+            counts=total,
+            began_ps=began_ps,
+        )
+        self._check(key, layer, phase)
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody asked."""
+
+
+def _raise(_: Key, error: CorruptError) -> None:
+    """Unless somebody knows better, wrong bytes end the run."""
+    raise error

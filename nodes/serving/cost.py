@@ -29,7 +29,8 @@ from typing import Literal
 
 import msgspec
 
-from nodes.serving import constants as c
+from nodes import constants as c
+from nodes.moe.operators import Operators
 from nodes.settings import ModelSettings
 
 Microbatch = Literal["on", "off"]
@@ -83,21 +84,20 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
         """
         return _ps(self._expert(rows=rows, experts=experts, cores=1.0))
 
-    def dispatch_start_ps(self, tokens: float) -> int:
-        """The dispatch operator without its links: what a carried layer waits before it sends."""
-        return _ps(c.DISPATCH_START.value + c.DISPATCH_TOKEN.value * tokens)
-
-    def combine_start_ps(self, tokens: float) -> int:
-        """The combine operator without its links."""
-        return _ps(c.COMBINE_START.value + c.COMBINE_TOKEN.value * tokens)
-
     def dispatch_ps(self, tokens: float) -> int:
         """Dispatch of a layer that is not carried: operator and the hottest die's port."""
-        return self.dispatch_start_ps(tokens) + _ps(self._link(tokens, self.model.dispatch_bytes))
+        operators = self._operators()
+        beside = operators.dispatch_start_ps + operators.reorder_ps(tokens * self.model.top_k)
+        return beside + _ps(self._link(tokens, self.model.dispatch_bytes))
 
     def combine_ps(self, tokens: float) -> int:
         """Combine of a layer that is not carried."""
-        return self.combine_start_ps(tokens) + _ps(self._link(tokens, self.model.combine_bytes))
+        operators = self._operators()
+        beside = operators.combine_start_ps + operators.sum_ps(tokens)
+        return beside + _ps(self._link(tokens, self.model.combine_bytes))
+
+    def _operators(self) -> Operators:
+        return Operators(ep_size=self.dies, model=self.model)
 
     def layer_ps(self, load: Load, *, microbatch: Microbatch) -> int:
         """One MoE layer that is not carried."""

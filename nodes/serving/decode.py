@@ -15,12 +15,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cmnet.errors import OperationError
+from cmnet.errors import LinkError, OperationError, PeerDeadError
 from cmnet.launch.agent import Context
-from cmnet.topology.machine import Plane
+from cmnet.topology.machine import Machine, Plane
 from nodes.model.body import Array, Body
-from nodes.moe.exchange import Exchange, Key, Rows, Touch
-from nodes.moe.placement import ExpertPlacement, place
+from nodes.moe import placement
+from nodes.moe.exchange import Exchange
+from nodes.moe.experts import Experts
+from nodes.moe.layer import Group, Key, Phase, Touch
+from nodes.moe.layout import Tokens
+from nodes.moe.operators import Operators
+from nodes.moe.sending import Leg
 from nodes.post import Post
 from nodes.serving import messages
 from nodes.serving.cost import DecodeCost, Load
@@ -83,14 +88,34 @@ class DecodeNode:
         self._cost = DecodeCost(dies=len(self._devices), model=job.model)
         self._settings = job.model
         self._pause_ps = job.serving.step_pause.amount
+        self._operators = Operators(ep_size=len(self._devices), model=job.model)
         self._exchange = Exchange(
             context,
             body,
             job.scale,
             devices=self._devices,
+            operators=self._operators,
             timeout_ps=job.serving.step_timeout.amount,
             touch=touch,
         )
+        self._exchange.on_combined = self._combined
+        self._exchange.on_late = self._late
+        self._exchange.on_lost = self._lost
+        self._exchange.on_wrong = lambda key, error: self._fail(key, error)
+        self._experts = Experts(
+            context.loop,
+            self._exchange,
+            body,
+            self._operators,
+            expert_ps=self._cost.expert_ps,
+            layer_of=lambda key: key[2],
+            touch=touch,
+        )
+        context.spawn(self._experts.run(), "experts")
+        self._batch = job.serving.decode_sequences_max.amount
+        self._returned: dict[int, int] = {}
+        """Local rank -> when its combine returned, of the layer in progress."""
+        self._all_returned: asyncio.Future[None] | None = None
         self._waiting: dict[tuple[int, int], Sequence] = {}
         """By (request, attempt): a given-up attempt may still be on its way here."""
         self._active: dict[tuple[int, int], Sequence] = {}
@@ -99,9 +124,15 @@ class DecodeNode:
         self._epoch = messages.Epoch(0, ())
         self._number = 0
         """Of the last step begun in this epoch."""
-        self._placement = ExpertPlacement((), ())
-        """Until the first epoch."""
-        self._node_firsts: list[int] = []
+        shared_ranks, redundant = _deployment(job, machine)
+        self._placement = placement.initial(
+            experts=job.model.routed_experts,
+            ep_size=len(self._devices),
+            redundant=redundant,
+            shared_ranks=shared_ranks,
+        )
+        self._alive: list[int] = []
+        """Ranks of this epoch."""
         self._task: asyncio.Task[None] | None = None
         """The step in progress."""
         self.steps = 0
@@ -185,43 +216,45 @@ class DecodeNode:
 
     def enter(self, epoch: messages.Epoch) -> None:
         """A new epoch: give up the step in progress, place experts anew, say who is here."""
-        self._begin(epoch, 0)
         machine = self._context.machine
-        alive = [
+        self._alive = [
             r for r, d in enumerate(self._devices) if machine.devices[d].process in epoch.nodes
         ]
-        self._node_firsts = alive[:: self._dies]
-        self._placement = place(
-            experts=self._settings.routed_experts,
-            ep_size=len(self._devices),
-            alive=frozenset(alive),
-        )
+        self._begin(epoch, 0, [])
         self._waiting = self._active | self._waiting
         self._active = {}
         held = tuple((*s.key, s.rank, s.kv_tokens) for s in self._waiting.values())
         hello = messages.Hello(epoch.number, self._context.process, held)
         self.assure(epoch.nodes[0], hello)
 
-    def _begin(self, epoch: messages.Epoch, number: int) -> None:
+    def _begin(self, epoch: messages.Epoch, number: int, sources: list[int]) -> None:
         """Whatever step was in progress is given up."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
         self._epoch, self._number = epoch, number
-        self._exchange.begin(epoch.number, number)
+        dead = frozenset(range(len(self._devices))).difference(self._alive)
+        group = Group(
+            sources=np.array(sources, dtype=np.int64),
+            experts=np.array(self._alive, dtype=np.int64),
+            placement=placement.without(self._placement, dead=dead) if dead else self._placement,
+            batch=self._batch,
+        )
+        self._exchange.begin(epoch.number, number, group)
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _begin_step(self, step: messages.Step, _: bytes, __: int) -> None:
         if step.epoch != self._epoch.number or step.number <= self._number:
             return
-        self._begin(self._epoch, step.number)
+        self._begin(self._epoch, step.number, [rank for rank, _ in step.sources])
         for key in step.admitted:
             if key in self._waiting:
                 self._active[key] = self._waiting.pop(key)
         self._set_aside(self._ranks_in(step))
-        name = f"step {step.epoch}.{step.number}"
-        self._task = self._context.spawn(self._step(step), name)
+        if self._ranks_in(step):
+            name = f"step {step.epoch}.{step.number}"
+            self._task = self._context.spawn(self._step(step), name)
 
     def _set_aside(self, counted: list[int]) -> None:
         """Sequences on ranks that the leader does not count on, it does not know: they wait again."""
@@ -230,20 +263,39 @@ class DecodeNode:
             self._announce(sequence)
 
     async def _step(self, step: messages.Step) -> None:
-        error = ""
         mine = list(self._active.values())
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._serve_experts(step), name=f"experts {step.number}")
-                tokens = self._run_tokens(step, mine)
-                sources = group.create_task(tokens, name=f"tokens {step.number}")
-            self._commit(sources.result(), mine)
-        except* OperationError as errors:
-            error = "; ".join(str(one) for one in errors.exceptions)
-        if error or self._ranks_in(step):
-            node, active = self._context.process, tuple(self._active)
-            done = messages.StepDone(step.epoch, step.number, node, active, error)
-            self.send(self._epoch.nodes[0], done)
+            self._commit(await self._run_tokens(step, mine), mine)
+        except OperationError as error:
+            self._say_done(str(error))
+        else:
+            self._say_done("")
+
+    def _say_done(self, error: str) -> None:
+        node, active = self._context.process, tuple(self._active)
+        done = messages.StepDone(self._epoch.number, self._number, node, active, error)
+        self.send(self._epoch.nodes[0], done)
+
+    def _fail(self, key: Key, error: OperationError) -> None:
+        """The step in progress cannot be completed here."""
+        if key[:2] != (self._epoch.number, self._number):
+            return
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._say_done(str(error))
+
+    def _late(self, key: Key, phase: Phase, found: dict[int, list[int]]) -> None:
+        ranks = ", ".join(map(str, sorted({rank for late in found.values() for rank in late})[:8]))
+        what = "results of" if phase == "combine" else "rows or flags of"
+        self._fail(key, PeerDeadError(f"no {what} ranks {ranks}", definite=False))
+
+    def _lost(self, key: Key, phase: Phase, targets: list[int]) -> None:
+        """The link gave up on messages of ours. Who waits for results gives up by itself."""
+        if phase == "dispatch":
+            devices = self._context.machine.devices
+            names = sorted(devices[self._devices[target]].name for target in targets)
+            self._fail(key, LinkError(f"no path to {', '.join(names[:3])}", definite=True))
 
     def _ranks_in(self, step: messages.Step) -> list[int]:
         """Ranks of this node that the leader counts on in this step."""
@@ -253,8 +305,6 @@ class DecodeNode:
     async def _run_tokens(self, step: messages.Step, mine: list[Sequence]) -> Array:
         """All layers for this node's tokens; returns their states after the last one."""
         body, layers = self._body, self._settings.carried_layers
-        if not self._ranks_in(step):
-            return body.start_tokens(np.empty(0, np.int64), places=np.empty(0, np.int64))
         places = self._touch("places", np.array([s.length for s in mine], dtype=np.int64))
         tokens = np.array([s.token for s in mine], dtype=np.int64)
         states = body.start_tokens(tokens, places=places)
@@ -290,43 +340,36 @@ class DecodeNode:
         by_rank: dict[int, list[int]] = {rank: [] for rank in self._ranks_in(step)}
         for index, sequence in enumerate(mine):
             by_rank[sequence.rank].append(index)
-        gate = self._body.gate(states, layer=layer)
-        self._exchange.expect_results(key, len(mine), self._owed(by_rank, gate.experts))
-        await loop.sleep_ps(self._cost.attention_ps(load))
-        began_ps = loop.now_ps
-        await loop.sleep_ps(self._cost.dispatch_start_ps(load.tokens))
-        await self._dispatch(
-            key, by_rank, self._body.dispatch(states), gate.experts, began_ps=began_ps
-        )
-        results = await self._exchange.results(key)
-        if not mine:
-            return states
         order = [index for rank in by_rank for index in by_rank[rank]]
-        return self._combine(states, gate.weights, results[np.argsort(order)], layer)
+        await loop.sleep_ps(self._cost.attention_ps(load))
+        gate = self._body.gate(states[order], layer=layer)
+        tokens = Tokens(
+            ranks=np.repeat(list(by_rank), [len(chosen) for chosen in by_rank.values()]),
+            numbers=np.concatenate([np.arange(len(chosen)) for chosen in by_rank.values()]),
+            experts=gate.experts,
+            vectors=self._body.dispatch(states[order]),
+        )
+        began_ps = loop.now_ps
+        await loop.sleep_ps(self._operators.dispatch_start_ps)
+        legs = dict.fromkeys(by_rank, Leg(began_ps, loop.now_ps))
+        self._returned, self._all_returned = dict.fromkeys(by_rank, -1), loop.create_future()
+        await self._exchange.dispatch(key, tokens, legs)
+        await self._all_returned
+        most = max(len(chosen) for chosen in by_rank.values())
+        read_ps = max(self._returned.values()) + self._operators.sum_ps(most)
+        await loop.sleep_until_ps(max(read_ps, loop.now_ps))
+        parts = [self._exchange.results(key, rank, len(by_rank[rank]))[0] for rank in by_rank]
+        self._exchange.results_read(key, dict.fromkeys(by_rank, read_ps))
+        if layer:
+            self._exchange.end((*key[:2], layer - 1))
+        after = self._combine(states[order], gate.weights, np.concatenate(parts), layer)
+        return after[np.argsort(order)]
 
-    async def _dispatch(
-        self,
-        key: Key,
-        by_rank: dict[int, list[int]],
-        vectors: Array,
-        experts: Array,
-        *,
-        began_ps: int,
-    ) -> None:
-        first_token = 0
-        for rank, chosen in by_rank.items():
-            await self._exchange.room_to_dispatch(rank, len(chosen), len(self._node_firsts))
-            self._exchange.dispatch(
-                key,
-                rank,
-                first_token=first_token,
-                vectors=vectors[chosen],
-                experts=experts[chosen],
-                placement=self._placement,
-                nodes_first_ranks=self._node_firsts,
-                began_ps=began_ps,
-            )
-            first_token += len(chosen)
+    def _combined(self, key: Key, done_ps: dict[int, int]) -> None:
+        self._returned |= done_ps
+        done = self._all_returned
+        if done is not None and not done.done() and min(self._returned.values()) >= 0:
+            done.set_result(None)
 
     def _combine(self, states: Array, weights: Array, results: Array, layer: int) -> Array:
         tokens, top_k = len(states), self._settings.top_k
@@ -336,54 +379,6 @@ class DecodeNode:
         shared = self._touch("shared", results[:, top_k])
         weights = self._touch("weights", weights)
         return self._body.combine(states, weights[:, slots], routed[:, slots], shared, layer=layer)
-
-    def _owed(
-        self, by_rank: dict[int, list[int]], experts: Array
-    ) -> dict[tuple[int, int, int], int]:
-        """(source device, token, k) -> the rank that owes the result."""
-        placement = self._placement
-        owed = {}
-        token = 0
-        for rank in by_rank:
-            device = self._devices[rank]
-            for index in by_rank[rank]:
-                for k, expert in enumerate(experts[index].tolist()):
-                    owed[device, token, k] = placement.ranks[expert]
-                owed[device, token, self._settings.top_k] = placement.shared[rank]
-                token += 1
-        return owed
-
-    async def _serve_experts(self, step: messages.Step) -> None:
-        sources = tuple(rank for rank, _ in step.sources)
-        for layer in range(self._settings.carried_layers):
-            key = (step.epoch, step.number, layer)
-            rows = await self._exchange.rows(key, sources)
-            if len(rows.experts):
-                results = self._body.expert(rows.experts, rows.vectors, layer=layer)
-                await self._send_results(key, step, rows, results)
-
-    async def _send_results(
-        self, key: Key, step: messages.Step, rows: Rows, results: Array
-    ) -> None:
-        by_device: dict[int, list[int]] = {}
-        for index, device in enumerate(rows.targets):
-            by_device.setdefault(device, []).append(index)
-        most = max(count for _, count in step.sources)
-        start_ps = self._cost.combine_start_ps(most)
-        ready: dict[int, list[int]] = {}
-        for device in sorted(by_device):
-            chosen = by_device[device]
-            experts = len(set(rows.experts[chosen].tolist()))
-            expert_ps = self._cost.expert_ps(rows=len(chosen), experts=experts)
-            at_ps = self._loop.now_ps + expert_ps + start_ps
-            ready.setdefault(at_ps, []).append(device)
-        for at_ps in sorted(ready):
-            await self._loop.sleep_until_ps(at_ps)
-            for device in ready[at_ps]:
-                await self._exchange.room_to_combine(device, len(by_device[device]))
-                self._exchange.combine(
-                    key, device, rows, results, by_device[device], began_ps=at_ps - start_ps
-                )
 
     def _commit(self, states: Array, mine: list[Sequence]) -> None:
         """The step happened: tokens out, sequences move on or end."""
@@ -413,6 +408,13 @@ class DecodeNode:
     def statistics(self) -> dict[str, Any]:
         """Counters and samples for the report."""
         return {"steps": self.steps, "tokens": self.tokens} | self._exchange.statistics()
+
+
+def _deployment(job: Job, machine: Machine) -> tuple[int, int]:
+    """Ranks with the shared expert, and redundant ones: 32 each in the group of 320, else none."""
+    ranks = len(machine.roles.decode) * machine.dies_per_node
+    extra = ranks - job.model.routed_experts
+    return (extra // 2, extra - extra // 2) if extra > 0 else (0, 0)
 
 
 def _vpc_port_of_gateway(context: Context) -> int:

@@ -80,14 +80,14 @@ def parse(given: Mapping[str, Any]) -> Options:
         trace=None if given["trace"] is None else _absolute(given["trace"], "--trace"),
         requests=None if requests is None else options.count(requests, option="--requests"),
         rate=given["rate"],
-        plan=_path(given["plan"], "--plan"),
+        plan=options.path(given["plan"], option="--plan"),
         seed=options.seed(given["seed"]),
         scale=given["scale"],
         model=cast(Literal["exact", "seal"], model),
         start_order=cast(Literal["listed", "random", "reverse"], order),
         socket_buffer_bytes=options.socket_buffer_bytes(given["socket_buffer"]),
         journal=given["journal"],
-        out=_path(given["out"], "--out"),
+        out=options.path(given["out"], option="--out"),
     )
 
 
@@ -107,15 +107,9 @@ def scale(text: str, model: ModelSettings, *, exact: bool = False) -> tiles.Scal
         raise options.wrong("--scale", text, str(error)) from None
 
 
-def _path(text: str | None, option: str) -> str | None:
-    if text is not None and (not text or "\0" in text):
-        raise options.wrong(option, text, "the name of a file or folder")
-    return text
-
-
 def _absolute(text: str, option: str) -> str:
     """A record must find the file again, wherever it is replayed."""
-    _path(text, option)
+    options.path(text, option=option)
     return os.path.abspath(text)
 
 

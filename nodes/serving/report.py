@@ -14,19 +14,16 @@ from typing import Any
 import msgspec
 
 from cmnet.chaos.plan import Plan
-from cmnet.link.effects import BurstLoss, Corrupt, Flap, Loss, Partition, SubplaneDown
-from cmnet.link.rules import CLOUDMATRIX
 from cmnet.record import record as records
 from cmnet.record.record import Record
+from nodes import running
+from nodes.constants import CONSTANTS
 from nodes.serving import published, result, verify
-from nodes.serving.constants import CONSTANTS
 from nodes.serving.percentiles import itl_ps, summarize, tpot_ps, ttft_ps
 from nodes.serving.published import Figure
 from nodes.serving.result import RequestResult, Serving
 from nodes.serving.verify import Verified
 
-HARMFUL = (Loss, BurstLoss, Partition, Flap, Corrupt)
-"""Link faults that can keep a request from its tokens, beside sub-planes that are all down."""
 EXCUSED = re.compile(
     "died|lived|broke|no path|gave up|in error|reconnected|never connected|remote access|was due"
     "|no (answer|acknowledgement|completion|data|rows or flags|results|progress)"
@@ -63,37 +60,19 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
 def collect(folder: Path) -> Sources:
     """Everything of a run's folder. Raises InputError where it is no serving run."""
     record = records.read(folder)
-    files = sorted((folder / "statistics").glob("*.json"))
     return Sources(
         folder=folder,
         record=record,
         serving=result.read_serving(folder),
         results=result.read(folder),
-        statistics=[msgspec.json.decode(path.read_bytes()) for path in files],
+        statistics=running.read_statistics(folder),
         verified=verify.read(folder),
     )
 
 
 def build(sources: Sources) -> dict[str, Any]:
     """The object that ``--json`` prints (design 5)."""
-    record = sources.record
-    outcome = record.outcome or records.Outcome()
-    report = {
-        "run": str(sources.folder),
-        "command": record.command,
-        "command_line": record.command_line,
-        "launch_s": outcome.launch_s,
-        "wall_s": outcome.wall_s,
-        "virtual_s": sources.virtual_s,
-        "virtual_ps": outcome.virtual_ps,
-        "digest": outcome.digest,
-        "windows": outcome.windows,
-        "grants": outcome.grants,
-        "lag_s": 0.0,
-        "deaths": [msgspec.to_builtins(death) for death in outcome.deaths],
-        "seed": record.seed,
-        "topology": record.topology_file,
-        "scale": record.options["scale"],
+    report = running.head(sources.record, sources.folder) | {
         "carried_layers": sources.serving.model.carried_layers,
         "tokens_per_carried": sources.serving.model.tokens_per_carried,
         "fingerprint": sources.serving.fingerprint,
@@ -104,12 +83,6 @@ def build(sources: Sources) -> dict[str, Any]:
         },
         "requests": _requests(sources),
         "prefix": _prefix(sources),
-        "interrupted": outcome.interrupted,
-        "error": outcome.error,
-        "error_code": outcome.error_code,
-        "detail": outcome.detail,
-        "not_reached": outcome.not_reached,
-        "socket_buffer_bytes": outcome.socket_buffer_bytes,
         "rows": rows(sources),
     }
     return report | {"problems": problems(sources)}
@@ -120,12 +93,10 @@ def build(sources: Sources) -> dict[str, Any]:
 
 def problems(sources: Sources) -> list[str]:
     """Why this run did not end well; empty means exit status 0."""
-    outcome, verified = sources.record.outcome, sources.verified
-    if outcome is None:
-        return ["the run has no end: its supervisor was ended"]
-    found = [outcome.error] if outcome.error else []
-    if outcome.interrupted:
-        found.append("interrupted: this is what was done so far")
+    verified = sources.verified
+    found = running.ended_badly(sources.record)
+    if sources.record.outcome is None:
+        return found
     if verified.wrong:
         found.append(f"{verified.wrong} of {verified.checked} tokens are wrong: {verified.first}")
     elif verified.checked != (tokens := _sum(sources.answered, "output_tokens")):
@@ -143,22 +114,14 @@ def _failed_by_themselves(sources: Sources) -> list[RequestResult]:
     """Failed requests that neither a death nor a lost message explains. A plan that only delays, slows
     or doubles explains none."""
     outcome = sources.record.outcome
-    explained = bool(outcome and outcome.deaths) or _can_fail(Plan.from_data(sources.record.plan))
+    explained = bool(outcome and outcome.deaths) or running.can_fail(
+        Plan.from_data(sources.record.plan)
+    )
     return [
         each
         for each in sources.results
         if each.status != "ok" and not (explained and EXCUSED.search(each.error))
     ]
-
-
-def _can_fail(plan: Plan) -> bool:
-    """Whether a plan has a fault that can keep a request from its tokens."""
-    down = {each.effect.subplane for each in plan.rules if isinstance(each.effect, SubplaneDown)}
-    return (
-        bool(plan.node_faults)
-        or any(isinstance(each.effect, HARMFUL) for each in plan.rules)
-        or len(down) >= CLOUDMATRIX.subplanes
-    )
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -219,7 +182,7 @@ def rows(sources: Sources) -> list[dict[str, Any]]:
         *_latency_rows(sources),
         *_exchange_rows(sources),
         *_speed_rows(sources),
-        *_plane_rows(sources),
+        *running.plane_rows(sources.statistics),
     ]
 
 
@@ -290,16 +253,6 @@ def _speed(sources: Sources, name: str, tokens: int, npus: int, figure: Figure) 
     facts = {"tokens": tokens, "npus": npus, "tokens_per_s_npu": tokens / seconds if seconds else 0}
     what = "tokens of answered requests / virtual seconds / NPUs of this role"
     return {"table": "speed", "name": name, "definition": what} | facts | _beside(figure)
-
-
-def _plane_rows(sources: Sources) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for statistics in sources.statistics:
-        for plane, counters in statistics["planes"].items():
-            row = found.setdefault(plane, {"table": "planes", "name": plane})
-            for counter, value in counters.items():
-                row[counter] = row.get(counter, 0) + value
-    return list(found.values())
 
 
 def _sum(results: list[RequestResult], field: str) -> int:

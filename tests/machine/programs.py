@@ -11,8 +11,12 @@ import os
 import time
 from typing import Any
 
-from cmnet.bursts import Bundle
+import numpy as np
+
+from cmnet.burst_arrivals import Bundle
+from cmnet.bursts import Messages
 from cmnet.launch.agent import Context
+from cmnet.link import port_kernels  # noqa: F401  # compiled before the fork
 from cmnet.messages import Arrival, Route
 from cmnet.topology.machine import Operation, Plane
 
@@ -66,17 +70,26 @@ class Chatter:
     def burst(self) -> None:
         source = self.pick(self.mine[Plane.UB])
         others = [end for end in self.ends[Plane.UB] if end != source]
-        items = [
-            (self.pick(others), 7680, bytes(self.stream.below(200)))
-            for _ in range(self.stream.below(40))
-        ]
+        targets = [self.pick(others) for _ in range(self.stream.below(40))]
+        width = self.stream.below(200)
         self.fabric.send_burst(
-            source=source,
-            plane=Plane.UB,
-            operation=Operation.WRITE,
             kind=BURST,
             head=b"head",
-            items=items,
+            messages=self.messages(source, targets, charged_bytes=7680, width=width),
+            flags=self.messages(source, sorted(set(targets)), charged_bytes=32, width=8),
+        )
+
+    def messages(
+        self, source: int, targets: list[int], *, charged_bytes: int, width: int
+    ) -> Messages:
+        count = len(targets)
+        ready_ps = sorted(self.loop.now_ps + self.stream.below(US) for _ in targets)
+        return Messages(
+            np.full(count, source),
+            np.array(targets, np.int64),
+            np.full(count, charged_bytes),
+            np.array(ready_ps, np.int64),
+            np.zeros((count, width), np.uint8),
         )
 
     def note(self, *numbers: int) -> None:
@@ -92,8 +105,9 @@ class Chatter:
             self.send(Plane(arrival.plane), arrival.body[0] - 1)
 
     def bundle_came(self, bundle: Bundle) -> None:
-        for target, data, delivered_ps in bundle.items:
-            self.note(target, len(data), delivered_ps)
+        rows = zip(bundle.targets.tolist(), bundle.delivered_ps.tolist())
+        for target, delivered_ps in rows:
+            self.note(target, bundle.data.shape[1], delivered_ps)
 
     def signalled(self, arrival: Arrival) -> None:
         self.note(self.loop.now_ps, arrival.source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from cmnet.record.digest import Digest
@@ -39,16 +40,29 @@ def test_order_counts_and_kinds_of_events_differ() -> None:
 
 
 def test_many_deliveries_at_once_are_the_same_ones_singly() -> None:
-    messages = [(5, 10, 2, 512), (5, 11, 3, 0), (9, 12, 2, 1 << 40)]
+    messages = [(5, 1, 10, 2, 512), (5, 2, 11, 3, 0), (9, 1, 12, 2, 1 << 40)]
 
     def singly(digest: Digest) -> None:
-        for at_ps, sequence, target, charged_bytes in messages:
-            digest.delivery(at_ps, 1, target, sequence, 4, charged_bytes)
+        for at_ps, source, sequence, target, charged_bytes in messages:
+            digest.delivery(at_ps, source, target, sequence, 4, charged_bytes)
 
     together: list[str] = []
     alone: list[str] = []
     first, second = Digest(together.append), Digest(alone.append)
-    first.deliveries(1, 4, messages)
+    at_ps, sources, sequences, targets, charged_bytes = np.array(messages).T
+    for digest in (first, second):
+        digest.mark(4, "before")
+    first.deliveries(
+        4,
+        at_ps=at_ps,
+        sources=sources,
+        targets=targets,
+        sequences=sequences,
+        charged_bytes=charged_bytes,
+    )
     singly(second)
     assert first.value() == second.value()
-    assert together == alone and len(alone) == 3
+    assert together == alone and len(alone) == 4
+    for digest in (first, second):
+        digest.mark(9, "after")
+    assert first.value() == second.value()

@@ -39,3 +39,21 @@ def test_a_last_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
 def test_a_file_that_never_comes_has_no_lines(tmp_path: Path) -> None:
     """A run can end before its first request does."""
     assert list(tail.follow(tmp_path / "f", ended=lambda: True)) == []
+
+
+def test_several_files_are_followed_together(tmp_path: Path) -> None:
+    """Lines of each in their order, also of one that is made later; unfinished ones are left out."""
+    first, later = tmp_path / "a", tmp_path / "b"
+    first.write_bytes(b"1\n2\n3")
+    asked = 0
+
+    def ended() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            later.write_bytes(b"x\ny\n")
+            first.write_bytes(b"1\n2\n34\n5")
+        return asked == 3
+
+    lines = list(tail.follow_all([first, later], ended=ended, poll_s=0))
+    assert lines == [b"1", b"2", b"34", b"x", b"y"]

@@ -23,6 +23,7 @@ MODEL = ModelSettings()
 BODY: Body = prepared(MODEL)
 EXACT = prepared(MODEL)
 FINGERPRINT = "f8ab02952ae3ffb3867768551e46843f"
+DRAFT_FINGERPRINT = "d39d097851d2995ff7496c937d25ab6d"
 COUNT = 40
 
 cuts = st.lists(st.integers(0, COUNT), max_size=5).map(lambda ends: sorted({0, COUNT, *ends}))
@@ -215,12 +216,18 @@ def test_no_argument_is_written_into() -> None:
     assert np.array_equal(states, kept)
 
 
-def test_attention_and_experts_move_a_state_by_a_quarter_and_a_half() -> None:
-    """Larger attention steps would draw all tokens in one direction (model.md 2.6)."""
+@pytest.mark.parametrize("layer", [0, MODEL.carried_layers], ids=["first", "mtp"])
+def test_attention_and_experts_move_a_state_by_a_quarter_and_a_half(layer: int) -> None:
+    """Larger attention steps would draw all tokens in one direction (model.md 2.6).
+
+    The MTP layer begins with values as large as a start's, of states much larger than that.
+    """
     states = BODY.start_prompt(words(200), first_place=0)
-    sums = BODY.read_causal(states, BODY.kv_rows(states, layer=0), layer=0, first_place=0)
-    attended = BODY.attend(states, sums, layer=0)
-    done = BODY.moe_here(attended, layer=0)
+    if layer:
+        states = BODY.mtp_start(some(200), BODY.sample(states))
+    sums = BODY.read_causal(states, BODY.kv_rows(states, layer=layer), layer=layer, first_place=0)
+    attended = BODY.attend(states, sums, layer=layer)
+    done = BODY.moe_here(attended, layer=layer)
     size = [np.sqrt((a[50:, :64].astype(float) ** 2).mean()) for a in (states, attended)]
     step = [
         np.sqrt(((a - b)[50:, :64].astype(float) ** 2).mean())
@@ -232,17 +239,20 @@ def test_attention_and_experts_move_a_state_by_a_quarter_and_a_half() -> None:
 
 def test_the_fingerprint_is_known() -> None:
     """Another constant, formula or fixed run is another model: change this with the reason."""
-    assert BODY.fingerprint == FINGERPRINT
-    assert ExactBody(MODEL, compiled=False).fingerprint == FINGERPRINT
+    for body in (EXACT, ExactBody(MODEL, compiled=False)):
+        assert (body.fingerprint, body.draft_fingerprint) == (FINGERPRINT, DRAFT_FINGERPRINT)
 
 
 @pytest.mark.slow
 def test_the_fingerprint_follows_what_changes_tokens_only() -> None:
     """Charged sizes and the charged vocabulary change times, not tokens."""
-    assert ExactBody(ModelSettings(combine_bytes=7168, vocabulary=9)).fingerprint == FINGERPRINT
+    charged = ExactBody(ModelSettings(combine_bytes=7168, vocabulary=9))
+    assert (charged.fingerprint, charged.draft_fingerprint) == (FINGERPRINT, DRAFT_FINGERPRINT)
     assert ExactBody(ModelSettings(tokens_per_carried=64)).fingerprint != FINGERPRINT
     assert ExactBody(ModelSettings(carried_layers=3)).fingerprint != FINGERPRINT
-    assert ExactBody(MODEL, skew="hot:1:30").fingerprint != FINGERPRINT
+    skewed = ExactBody(MODEL, skew="hot:1:30")
+    assert skewed.fingerprint != FINGERPRINT
+    assert skewed.draft_fingerprint != DRAFT_FINGERPRINT
 
 
 @pytest.mark.slow
@@ -262,7 +272,8 @@ def test_the_fingerprint_is_the_same_on_other_kernels(
 ) -> None:
     """Sums of integers do not see how a BLAS blocks them, nor a string hash, nor this process."""
     code = "from nodes.model.exact import ExactBody; from nodes.settings import ModelSettings; "
-    code += f"print(ExactBody(ModelSettings(), compiled={compiled}).fingerprint)"
+    code += f"body = ExactBody(ModelSettings(), compiled={compiled}); "
+    code += "print(body.fingerprint, body.draft_fingerprint)"
     env = {**os.environ, **variables, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -271,4 +282,4 @@ def test_the_fingerprint_is_the_same_on_other_kernels(
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == FINGERPRINT
+    assert done.stdout.split() == [FINGERPRINT, DRAFT_FINGERPRINT]

@@ -44,7 +44,7 @@ KINDS = ("typical", "large", "limit", "small", "zero")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", [0, 1, 2])
 def test_states_go_through_every_step_alike(kind: str, layer: int) -> None:
     own = states(70, kind)
     rows = FAST.rows(own, layer=layer)
@@ -123,7 +123,9 @@ def test_any_bias_chooses_alike() -> None:
 def test_other_gates_are_the_same_model_too(settings: ModelSettings) -> None:
     """The fingerprint holds a whole run."""
     plain = ExactBody(settings, compiled=False)
-    assert ExactBody(settings).fingerprint == plain.fingerprint
+    compiled = ExactBody(settings)
+    assert compiled.fingerprint == plain.fingerprint
+    assert compiled.draft_fingerprint == plain.draft_fingerprint
 
 
 def test_tokens_start_alike() -> None:
@@ -131,6 +133,16 @@ def test_tokens_start_alike() -> None:
     tokens = np.array([0, 511, 512, -1, 2**62], dtype=np.int64)
     places = np.array([0, 5, 131072, 9, 1], dtype=np.int64)
     assert np.array_equal(FAST.start_tokens(tokens, places), SLOW.start_tokens(tokens, places))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mtp_layer_begins_alike(kind: str) -> None:
+    """With tokens that no sampler gives among them."""
+    own = states(70, kind)
+    tokens = (words(70, key=5) >> np.uint64(50)).view(np.int64) - 3
+    begun = FAST.merge(own, tokens)
+    assert np.array_equal(begun, SLOW.merge(own, tokens))
+    assert np.array_equal(begun[:, t.PLACE], own[:, t.PLACE])
 
 
 @pytest.mark.parametrize("steps", [FAST, SLOW], ids=["compiled", "plain"])
@@ -146,6 +158,7 @@ def test_no_rows_go_through_every_step(steps: exact_plain.Steps) -> None:
     done = steps.combine(none, weights, words(0, 8, 17), words(0, 17), layer=0)
     assert done.shape == (0, 66)
     assert steps.sample(none).shape == (0,)
+    assert steps.merge(none, ids).shape == (0, 66)
 
 
 def test_an_expert_that_does_not_exist_is_refused() -> None:
@@ -165,8 +178,12 @@ def test_arrays_of_other_layouts_are_taken() -> None:
     right = FAST.expert(experts, vectors, layer=0)
     assert np.array_equal(FAST.expert(experts, frozen, layer=0), right)
     assert np.array_equal(FAST.expert(experts[::2], vectors[::2], layer=0), right[::2])
+    thawed = np.frombuffer(own.tobytes(), dtype=np.int64).reshape(-1, t.STATE_WORDS)
+    begun = FAST.merge(own, experts)
+    assert np.array_equal(FAST.merge(thawed[::2], experts[::2]), begun[::2])
     kernels: list[Any] = [exact_kernels.read, exact_kernels.attend, exact_kernels_experts.expert]
-    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1]
+    kernels.append(exact_kernels_experts.merge)
+    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1, 1]
 
 
 def test_the_kernels_cache_depends_on_all_their_sources() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cmnet import entropy
-from nodes.model import exact_oracle
+from nodes.model import exact_oracle, exact_oracle_model
 from nodes.model.body import Array
-from nodes.model.exact import ExactBody, prepared
+from nodes.model.exact import ExactBody, no_rows, prepared
 from nodes.model.exact_oracle import ExactOracle
 from nodes.model.oracle import ClaimedRequest, Verdict
 from nodes.model.tamper import KINDS, Tamper
@@ -24,7 +24,7 @@ from tests.nodes.model import stepwise
 MODEL = ModelSettings()
 BODY = prepared(MODEL)
 PROMPT: dict[str, Any] = {"hash_ids": [5, 6, 7], "input_tokens": 1200, "output_tokens": 5}
-PLACES = 20
+FAULTS: dict[str, Any] = {"output_tokens": 8}
 
 
 def serve(**changes: Any) -> ClaimedRequest:
@@ -57,11 +57,13 @@ def some_requests(count: int, *, rows: int, tokens: int) -> list[ClaimedRequest]
 
 def test_it_imports_nothing_of_what_it_checks() -> None:
     """An error in shared code is invisible to a comparison. The other oracle's claims are no code."""
-    tree = ast.parse(Path(exact_oracle.__file__).read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {getattr(node, "module", None) or node.names[0].name for node in imports}
     allowed = {"__future__", "hashlib", "math", "collections.abc", "typing", "msgspec", "numpy"}
-    assert names <= {*allowed, "numpy.typing", "nodes.model.oracle", "nodes.settings"}
+    allowed |= {"numpy.typing", "nodes.model.oracle", "nodes.settings"}
+    for module in (exact_oracle, exact_oracle_model):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {getattr(node, "module", None) or node.names[0].name for node in imports}
+        assert names <= {*allowed, "nodes.model.exact_oracle_model"}
 
 
 @pytest.mark.slow
@@ -91,13 +93,13 @@ def test_a_pack_gives_the_verdicts_of_its_requests(monkeypatch: pytest.MonkeyPat
 def test_no_block_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within one call: a request that needs a block of another waits for its pack."""
     computed: list[int] = []
-    real = exact_oracle._Model.rows
+    real = exact_oracle_model.Model.rows
 
     def counted(self: Any, layer: int, h: Any, w: Any, places: Any) -> Any:
         computed.append(len(places))
         return real(self, layer, h, w, places)
 
-    monkeypatch.setattr(exact_oracle._Model, "rows", counted)
+    monkeypatch.setattr(exact_oracle_model.Model, "rows", counted)
     requests = [serve(hash_ids=[1, 2, last]) for last in (3, 4, 5)]
     assert [verdict.wrong for verdict in ExactOracle(MODEL).check_many(requests)] == [0, 0, 0]
     assert computed == [14, 14, 12, 12], "10 prompt rows, 8 of them shared; 4 tokens fed back"
@@ -139,60 +141,103 @@ def test_it_agrees_on_long_prompts(rows: int) -> None:
     assert check(request).wrong == 0
 
 
-def faulty(kind: str, draw: entropy.Stream, passes: int, **changes: Any) -> ClaimedRequest | None:
-    """A request with one fault, or None where the pass drawn could not be changed."""
-    tamper = Tamper(kind, passes=draw.below(passes), draw=draw.below)
-    request = serve(touch=tamper.touch, **changes)
-    return request if tamper.done else None
-
-
-def passes_of(kind: str, **changes: Any) -> int:
+def passes_of(kind: str) -> int:
+    """Passes of the part that is hit, of a whole request."""
     passes = collections.Counter[str]()
 
     def count(part: str, items: Array) -> Array:
         passes[part] += 1
         return items
 
-    assert check(serve(touch=count, **changes)).wrong == 0
+    assert check(serve(**FAULTS, touch=count)).wrong == 0
     return passes[KINDS[kind][0]]
+
+
+class Detection(msgspec.Struct, frozen=True):
+    """What became of faults at random places, each in a request of its own."""
+
+    unseen: int
+    """Requests with a fault that the oracle calls right."""
+    reached: list[list[bool]]
+    """Of each fault that a token with another behind it reads: which seals it changes."""
+    by_tokens: list[bool]
+    """Of the same: whether that token or the next is another."""
+
+
+def detect(kind: str, *, seed: int, places: int) -> Detection:
+    """Faults of a kind until so many have reached a token with another behind it.
+
+    Each request has its own prompt: places are few (20 passes of 8 items), and one of them that a token
+    hides by chance would be drawn again and again.
+    """
+    draw, passes = entropy.stream(seed, f"detection {kind}"), passes_of(kind)
+    tried: list[ClaimedRequest] = []
+    found = Detection(unseen=0, reached=[], by_tokens=[])
+    for _ in range(10 * places):
+        if len(found.reached) == places:
+            break
+        prompt: dict[str, Any] = {**FAULTS, "hash_ids": [draw.u64() >> 1 for _ in range(3)]}
+        tamper = Tamper(kind, passes=draw.below(passes), draw=draw.below)
+        request = serve(**prompt, touch=tamper.touch)
+        if not tamper.done:
+            continue
+        tried.append(request)
+        clean = serve(**prompt)
+        changed = [a != b for a, b in zip(request.seals, clean.seals, strict=True)]
+        if any(changed[:-1]):
+            next_two = slice(changed.index(True), changed.index(True) + 2)
+            found.reached.append(changed)
+            found.by_tokens.append(request.tokens[next_two] != clean.tokens[next_two])
+    verdicts = ExactOracle(MODEL).check_many(tried)
+    return msgspec.structs.replace(found, unseen=[v.wrong > 0 for v in verdicts].count(False))
+
+
+def hidden(found: Detection) -> list[int]:
+    """Of each fault that two tokens do not tell: how many seals it changes."""
+    pairs = zip(found.reached, found.by_tokens, strict=True)
+    return [sum(changed) for changed, seen in pairs if not seen]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_fault_is_seen(kind: str) -> None:
-    """Each kind of transport fault at 20 random places: 100 % seen."""
-    draw, passes, judge, seen = entropy.stream(8, kind), passes_of(kind), ExactOracle(MODEL), 0
-    while seen < PLACES:
-        request = faulty(kind, draw, passes)
-        if request is not None:
-            assert judge.check(request).wrong > 0, (kind, seen)
-            seen += 1
+    """20 random places: the seal tells all; two tokens all but one at most."""
+    found = detect(kind, seed=8, places=20)
+    assert (found.unseen, len(found.reached)) == (0, 20)
+    assert hidden(found) in ([], [1])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_is_seen_by_the_next_two_tokens(kind: str) -> None:
-    """100 random places: seal 100 of 100; of those that reach a token's seal, all but one change it.
+def test_the_next_two_tokens_see_99_of_100_faults(kind: str) -> None:
+    """5 seeds of 100 random places: the seal tells 500, two tokens at least 495.
 
-    The others are in the last layer at prompt rows, which only the receipt reads, or at the end of
-    the request.
+    A token hides a wrong seal with the chance of the test below, 0.0025. A fault in the last carried
+    layer behind the token's KV row is read by that one token and by no later one (later ones read KV
+    rows and tokens), so 0.25 of 100 such faults stay unseen; of others, 0.0006 of 100. In 100 places of
+    one seed two or more are then hidden for up to one kind in 40; more than 5 in 500 for one in 500.
     """
-    changes = {"output_tokens": 8}
-    draw, passes, judge = entropy.stream(10, kind), passes_of(kind, **changes), ExactOracle(MODEL)
-    clean = serve(**changes)
-    tried = reached = changed = 0
-    while tried < 100:
-        request = faulty(kind, draw, passes, **changes)
-        if request is None:
-            continue
-        tried += 1
-        assert judge.check(request).wrong > 0, (kind, tried)
-        pairs = zip(request.seals, clean.seals, strict=True)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), 8)
-        if first <= 6:
-            reached += 1
-            changed += request.tokens[first : first + 2] != clean.tokens[first : first + 2]
-    assert reached - changed <= 1, (changed, reached)
+    found = [detect(kind, seed=seed, places=100) for seed in range(10, 15)]
+    assert [(each.unseen, len(each.reached)) for each in found] == [(0, 100)] * 5
+    unseen = [seals for each in found for seals in hidden(each)]
+    assert len(unseen) <= 5
+    assert set(unseen) <= {1}, "a fault that later tokens read was hidden by two of them"
+
+
+def test_a_token_hides_a_wrong_seal_with_a_chance_of_one_in_four_hundred() -> None:
+    """Sum of p^2 of the sampler's distribution, of real states; 1/512 were the least possible."""
+    draw, states = entropy.stream(3, "states"), []
+    for _ in range(20):
+        seeds = np.array([draw.u64() for _ in range(10)], dtype=np.uint64)
+        states.append(BODY.prefill(seeds, cached_rows=no_rows(MODEL)).states)
+    x, scale = exact_oracle_model.Model(MODEL, "uniform")._norm(
+        np.concatenate(states)[:, :64].astype(np.float64)
+    )
+    logits = (x @ BODY.model.head) * (scale * 0.105)[:, None]
+    weights = BODY.model.exp[np.clip(np.rint(logits), -512, 511).astype(np.int64) + 512]
+    chances = ((weights / weights.sum(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    assert 0.0024 < chances.mean() < 0.0027
+    assert chances.max() < 0.003
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -273,7 +318,7 @@ def test_a_weight_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     request = stepwise.serve(body, **PROMPT)
     gates = body.gate(body.start_prompt(np.arange(3, dtype=np.uint64), first_place=0), layer=0)
     assert gates.experts.shape == (3, 8)
-    real = exact_oracle._weights
+    real = exact_oracle_model._weights
 
     def other(name: str, *shape: int, most: int = 127) -> Any:
         weights = real(name, *shape, most=most)
@@ -281,5 +326,5 @@ def test_a_weight_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             weights[5, 7] += 1
         return weights
 
-    monkeypatch.setattr(exact_oracle, "_weights", other)
+    monkeypatch.setattr(exact_oracle_model, "_weights", other)
     assert check(request).wrong == 5

@@ -12,7 +12,8 @@ from nodes.model.body import I64
 from nodes.settings import ModelSettings
 
 MODEL = ModelSettings()
-MADE = t.model(MODEL, [np.zeros(256, dtype=np.int64)] * MODEL.carried_layers)
+MADE = t.model(MODEL, [np.zeros(256, dtype=np.int64)] * (MODEL.carried_layers + 1))
+LAYERS = [str(name) for name in t.layer_names(MODEL)]
 STEPS = plain.PlainSteps(MADE)
 F32_MAX, F64_MAX = 2**24, 2**53
 ROWS_MAX = MODEL.max_tokens + MODEL.max_tokens // MODEL.tokens_per_carried
@@ -32,18 +33,19 @@ def columns_max(weights: t.F32, most: int) -> int:
     return int(most * np.abs(weights.astype(np.int64)).sum(axis=-2).max())
 
 
-@pytest.mark.parametrize("layer", MADE.layers, ids=["0", "1"])
+@pytest.mark.parametrize("layer", MADE.layers, ids=LAYERS)
 def test_float32_sums_stay_below_2_to_24_at_their_worst(layer: t.Layer) -> None:
     """128, not 127: a flipped bit may make -128 of any byte, and results must not depend on how."""
     matrices = (layer.query, layer.latent, layer.out, layer.gate, layer.first, layer.second)
-    assert max(columns_max(weights, 128) for weights in (*matrices, MADE.head)) < F32_MAX
+    every = (*matrices, MADE.head, MADE.merge)
+    assert max(columns_max(weights, 128) for weights in every) < F32_MAX
     absorbed = (t.QUERY_LIMIT * np.abs(layer.key_up).sum(axis=0)).sum(axis=0).max()
     score = 128 * absorbed + 128 * t.ROPE * 16 * t.QUERY_LIMIT
     assert score < F32_MAX
     assert 255 * 128 * t.KEYS_A_BLOCK < F32_MAX
 
 
-@pytest.mark.parametrize("layer", MADE.layers, ids=["0", "1"])
+@pytest.mark.parametrize("layer", MADE.layers, ids=LAYERS)
 def test_float64_sums_stay_below_2_to_53_at_their_worst(layer: t.Layer) -> None:
     assert t.HIDDEN * int(t.LIMIT) ** 2 < F64_MAX, "squares of a norm"
     assert t.LATENT * columns_max(layer.latent, 128) ** 2 < F64_MAX, "squares of a latent"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nodes.model import exact_oracle, exact_skew
+from nodes.model import exact_oracle_model, exact_skew
 from nodes.model import exact_tables as t
 from nodes.model.exact import ExactBody, no_rows, prepared
 from nodes.settings import ModelSettings
@@ -61,6 +61,6 @@ def test_other_skews_are_refused(skew: str) -> None:
 def test_the_oracle_makes_the_same_vectors(skew: str) -> None:
     """In its own code."""
     body = ExactBody(MODEL, skew=skew)
-    model = exact_oracle._Model(MODEL, skew)
-    for layer, own in enumerate(body.model.layers):
-        assert np.array_equal(own.bias, model._bias(layer, skew))
+    model = exact_oracle_model.Model(MODEL, skew)
+    for name, own in zip(t.layer_names(MODEL), body.model.layers, strict=True):
+        assert np.array_equal(own.bias, model._bias(name, skew))

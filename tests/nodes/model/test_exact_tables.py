@@ -13,7 +13,7 @@ from nodes.model import exact_tables as t
 from nodes.settings import ModelSettings
 
 MODEL = ModelSettings()
-BIASES = [np.zeros(256, dtype=np.int64)] * MODEL.carried_layers
+BIASES = [np.zeros(256, dtype=np.int64)] * (MODEL.carried_layers + 1)
 MADE = t.model(MODEL, BIASES)
 
 
@@ -36,6 +36,7 @@ def test_weights_are_small_integers() -> None:
             layer.gate,
             layer.first,
             layer.second,
+            MADE.merge,
         ):
             assert np.abs(weights).max() == 127
             assert np.array_equal(weights, np.rint(weights))
@@ -48,9 +49,18 @@ def test_every_fold_is_odd() -> None:
     """An odd factor lets no single changed bit vanish modulo 2^64."""
     for layer in MADE.layers:
         folds = (layer.fold_numerator, layer.fold_denominator, layer.fold_bound, layer.fold_out)
-        for fold in (*folds, layer.fold_combine, layer.expert):
+        for fold in (*folds, layer.fold_combine, layer.expert, MADE.fold_merge):
             assert (fold & np.uint64(1)).all()
         assert layer.place & layer.check_odd & MADE.start_place & 1
+
+
+def test_the_mtp_layer_has_weights_of_its_own() -> None:
+    """It is not the next carried layer: with one layer more it stays what it is."""
+    more = ModelSettings(carried_layers=MODEL.carried_layers + 1)
+    longer = t.model(more, [*BIASES, BIASES[0]])
+    assert np.array_equal(longer.layers[-1].first, MADE.layers[-1].first)
+    assert not np.array_equal(longer.layers[-2].first, MADE.layers[-1].first)
+    assert len(longer.layers) == len(MADE.layers) + 1
 
 
 def test_no_table_entry_is_near_a_tie() -> None:

@@ -227,6 +227,7 @@ def test_no_argument_is_written_into() -> None:
 def test_the_fingerprint_is_known() -> None:
     """Another constant, formula or fixed run is another model: change this with the reason."""
     assert BODY.fingerprint == FINGERPRINT
+    assert BODY.draft_fingerprint == "d0f59dc959faeb58aa302a12c9b57fca"
 
 
 def test_the_fingerprint_follows_what_changes_tokens_only() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cmnet.topology.quantity import Kind
-from nodes.serving.constants import CONSTANTS, Constant
+from nodes.constants import CONSTANTS, Constant
 
 FITTED_MAX = 9
 """In the whole product."""

@@ -1,7 +1,8 @@
 """Every number that the times of computation rest on, with its kind and source.
 
 Owns the one list, CONSTANTS. Does not own formulas (``cost``) nor the machine's links (topologies).
-At most 9 numbers of the product may be fitted; 5 are, here: the two overheads of a decode layer, the
+At most 9 numbers of the product may be fitted; 8 are, here: three of the exchange (an offset for each
+operator, one growth with EP), the two overheads of a decode layer, the
 load of the hottest expert, the rest of a prefill batch and the hidden share of its exchange. More
 cannot be told apart from what is published (three directions for decode, two and the load for
 prefill). "Paper" below is CloudMatrix384, arXiv 2506.12708.
@@ -88,13 +89,39 @@ DISPATCH_START = Constant(
     "dispatch_start", 17e-6, "s", Kind.DERIVED, "xDeepServe, arXiv 2508.02520, figure 6: 20 us at 4"
 )
 DISPATCH_TOKEN = Constant(
-    "dispatch_token", 0.53e-6, "s per token", Kind.DERIVED, "paper, table 6, EP256: 152 us at 128"
+    "dispatch_token",
+    0.374e-6,
+    "s per token",
+    Kind.FITTED,
+    "paper, table 6, EP8 and EP256 at batch 128: the offset of dispatch, after dispatch_start",
+    (0.3e-6, 0.45e-6),
 )
 COMBINE_START = Constant(
     "combine_start", 11e-6, "s", Kind.DERIVED, "xDeepServe, arXiv 2508.02520, figure 6: 25 us at 4"
 )
 COMBINE_TOKEN = Constant(
-    "combine_token", 0.15e-6, "s per token", Kind.DERIVED, "paper, table 6, EP256: 149 us at 128"
+    "combine_token",
+    0.027e-6,
+    "s per token",
+    Kind.FITTED,
+    "paper, table 6, EP8 and EP256 at batch 128: the offset of combine, after combine_start",
+    (0.0, 0.1e-6),
+)
+EXCHANGE_GROWTH = Constant(
+    "exchange_growth",
+    0.029e-6,
+    "s per token and doubling of EP beyond 8",
+    Kind.FITTED,
+    "paper, table 6, EP8 and EP256: growth that links do not explain, cause unknown",
+    (0.02e-6, 0.04e-6),
+)
+UNFUSED_LAUNCH = Constant(
+    "unfused_launch",
+    50e-6,
+    "s per exchange",
+    Kind.ASSUMED,
+    "paper says only that dynamic shapes cost an allocation and a CPU-NPU synchronisation each",
+    (10e-6, 800e-6),
 )
 ATTENTION_CORES = Constant(
     "attention_cores", 16 / 24, "of AIC", Kind.PUBLISHED, "paper, micro-batch pipeline, stream 0"

@@ -1,0 +1,356 @@
+"""Ports for many messages at once: ``Server`` in compiled code, to the same picosecond. Pure.
+
+Owns the arithmetic of bursts: an egress that serves a leg, the order of what arrives at many ports,
+and the settling of those. Does not own what a message is; rows are int64 in columns, see the constants.
+Importing this module compiles the kernels or loads them from numba's cache, so a program that forks
+imports it before. No fastmath, and no constant of another module is compiled in: numba's cache looks
+at this file only.
+
+bits x 10^12 / rate is taken in three steps of 10^4 each, on what the step before left over: int64 holds
+that for sizes and rates below ``LIMIT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numba import types
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FIRST, LAST, CHARGED, RATE, SOURCE, TARGET, SEQUENCE = range(7)
+"""Columns of a message that left: first byte and last byte (ps) at its target, charged bytes, ingress
+rate (bit/s), devices, sequence (negative, its top bit set, for a copy)."""
+ROW, GROUP = 7, 8
+"""Further table at the egress: the message's place in its burst, and the frame that it goes in."""
+COLUMNS = 7
+BEGIN, COUNT, WIDTH, FILLED, LEAST, GREATEST, TOTAL = range(7)
+"""Of a frame that is filled, see ``fill_frames``."""
+
+LIMIT = 1 << 49
+"""Bits of one message and bits per second are below it."""
+SEQUENCE_MAX = (1 << 63) - 1
+NEVER_PS = (1 << 63) - 1
+
+UNSETTLED, SETTLED, HANDED = 0, 1, 2
+"""States of a row that has arrived."""
+
+I64 = types.int64
+LINE = types.Array(types.int64, 1, "C")
+TABLE = types.Array(types.int64, 2, "C")
+OCTETS = FLAGS = types.Array(types.uint8, 1, "C")
+READ_DATA = types.Array(types.uint8, 2, "C", readonly=True)
+READ_TABLE = types.Array(types.int64, 2, "C", readonly=True)
+
+_COMPILE: Any = numba.njit
+_SHARED: Any = numba.njit(inline="always")
+
+
+def _kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
+    compiled: Callable[[Function], Function] = _COMPILE(
+        result(*arguments), cache=True, fastmath=False, error_model="numpy"
+    )
+    return compiled
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _serve(
+    state: Any, at: int, start_ps: int, charged_bytes: int, rate_bps: int
+) -> Any:  # numba infers
+    """``Server.serve`` on row ``at`` of states [.., 8]: free, whole, rest, rate; and what the last size
+    took at the last rate, since sizes seldom change and divisions are slow."""
+    whole_ps, rest = start_ps, 0
+    if start_ps <= state[at, 0] and rate_bps == state[at, 3]:
+        whole_ps, rest = state[at, 1], state[at, 2]
+    if charged_bytes == state[at, 4] and rate_bps == state[at, 5]:
+        spent_ps, part = state[at, 6], state[at, 7]
+    else:
+        spent_ps, part = 0, charged_bytes * 8
+        for _ in range(3):
+            part *= 10_000
+            spent_ps = spent_ps * 10_000 + part // rate_bps
+            part %= rate_bps
+        state[at, 4], state[at, 5] = charged_bytes, rate_bps
+        state[at, 6], state[at, 7] = spent_ps, part
+    rest += part
+    if rest >= rate_bps:
+        rest -= rate_bps
+        spent_ps += 1
+    whole_ps += spent_ps
+    finish_ps = whole_ps + (1 if rest else 0)
+    state[at, 0], state[at, 1], state[at, 2], state[at, 3] = finish_ps, whole_ps, rest, rate_bps
+    return finish_ps
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _receive(servers: Any, at: int, table: Any, row: int) -> Any:
+    """``Server.receive``."""
+    last_ps = table[row, LAST]
+    start_ps = max(table[row, FIRST], servers[at, 0])
+    delivered_ps = _serve(servers, at, start_ps, table[row, CHARGED], table[row, RATE])
+    if last_ps > delivered_ps:
+        servers[at, 0], servers[at, 3] = last_ps, 0
+        return last_ps
+    return delivered_ps
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _number(table: Any, row: int) -> Any:
+    return table[row, SEQUENCE] & SEQUENCE_MAX
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _comes_before(table: Any, row: int, others: Any, other: int) -> Any:
+    """By first byte, source, sequence."""
+    for key in (FIRST, SOURCE):
+        if table[row, key] != others[other, key]:
+            return table[row, key] < others[other, key]
+    return _number(table, row) < _number(others, other)
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _bits(value: int) -> Any:
+    bits = 0
+    while value >> bits:
+        bits += 1
+    return bits
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _sorted_by_key(order: Any, keys: Any, bits: int) -> Any:
+    """Stable, by digits of 11 bits from the lowest."""
+    count = len(keys)
+    other_order, other_keys = np.empty(count, np.int64), np.empty(count, np.int64)
+    for shift in range(0, bits, 11):
+        places = np.zeros(2049, np.int64)
+        for at in range(count):
+            places[((keys[at] >> shift) & 2047) + 1] += 1
+        for digit in range(2048):
+            places[digit + 1] += places[digit]
+        for at in range(count):
+            digit = (keys[at] >> shift) & 2047
+            place = places[digit]
+            places[digit] = place + 1
+            other_order[place], other_keys[place] = order[at], keys[at]
+        order, other_order = other_order, order
+        keys, other_keys = other_keys, keys
+    return order, keys
+
+
+@_kernel(I64, TABLE, LINE, LINE, LINE, LINE, I64, I64, I64, I64, TABLE, TABLE)
+def serve_leg(
+    paths: Any,
+    targets: Any,
+    charged_bytes: Any,
+    ready_ps: Any,
+    flags: Any,
+    begin: int,
+    end: int,
+    now_ps: int,
+    until_ps: int,
+    state: Any,
+    out: Any,
+) -> Any:
+    """Serve rows begin..end of a burst back to back, as far as they start before ``until_ps``.
+
+    ``paths`` [3, devices] has rate, propagation and process by target; ``state`` [1, 8] is the
+    egress. Fills ``out`` [end - begin, 9] but for its source and sequence; returns the first row that
+    is left, or ~row (negative) at one without a path or beyond ``LIMIT``.
+    """
+    for row in range(begin, end):
+        start_ps = max(now_ps, ready_ps[row], state[0, 0])
+        if start_ps >= until_ps:
+            return row
+        target = targets[row]
+        rate_bps, propagation_ps = paths[0, target], paths[1, target]
+        bits = charged_bytes[row] * 8
+        if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
+            return ~row
+        at = row - begin
+        out[at, FIRST] = start_ps + propagation_ps
+        out[at, LAST] = _serve(state, 0, start_ps, charged_bytes[row], rate_bps) + propagation_ps
+        out[at, CHARGED] = charged_bytes[row]
+        out[at, RATE] = rate_bps
+        out[at, TARGET] = target
+        out[at, ROW] = row
+        out[at, GROUP] = paths[2, target] * 2 + flags[row]
+    return end
+
+
+@_kernel(I64, READ_TABLE, I64, I64, I64, I64)
+def first_wrong(table: Any, ran_to_ps: int, first_device: int, devices: int, sources: int) -> Any:
+    """The first row that no sender of ours makes, -1 if there is none: a target that is not here, a
+    source that is nowhere, a size or rate beyond ``LIMIT``, a first byte before ``ran_to_ps``."""
+    for row in range(len(table)):
+        target, source = table[row, TARGET] - first_device, table[row, SOURCE]
+        bits, rate_bps = table[row, CHARGED] * 8, table[row, RATE]
+        if not (0 <= target < devices and 0 <= source < sources):
+            return row
+        if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
+            return row
+        if table[row, FIRST] < ran_to_ps or table[row, LAST] < table[row, FIRST]:
+            return row
+    return -1
+
+
+@_kernel(LINE, TABLE, FLAGS, I64, LINE)
+def settling_order(table: Any, states: Any, first_device: int, begins: Any) -> Any:
+    """Indices of the unsettled rows by (target, first byte, source, sequence).
+
+    ``begins`` [ports + 1] is filled with where each target's begin. Rows whose order does not fit one
+    int64 (days apart) are not sorted: then ``begins[0]`` is -1.
+    """
+    count, base_ps, last_ps = 0, NEVER_PS, 0
+    begins[:] = 0
+    for row in range(len(table)):
+        if states[row] == UNSETTLED:
+            count += 1
+            base_ps = min(base_ps, table[row, FIRST])
+            last_ps = max(last_ps, table[row, FIRST])
+            begins[table[row, TARGET] - first_device + 1] += 1
+    for port in range(1, len(begins)):
+        begins[port] += begins[port - 1]
+    order, keys = np.empty(count, np.int64), np.empty(count, np.int64)
+    if count == 0:
+        return order
+    time_bits = _bits(last_ps - base_ps)
+    bits = time_bits + _bits(len(begins))
+    filled = 0
+    for row in range(len(table)):
+        if states[row] == UNSETTLED:
+            port = table[row, TARGET] - first_device
+            keys[filled] = (port << time_bits) | (table[row, FIRST] - base_ps)
+            order[filled] = row
+            filled += 1
+    if bits > 62:
+        begins[0] = -1
+        return order
+    order, keys = _sorted_by_key(order, keys, bits)
+    for place in range(1, count):  # equal so far are few, or frames of sources in their order
+        back = place
+        while back > 0 and keys[back - 1] == keys[place]:
+            row, before = order[back], order[back - 1]
+            if not _comes_before(table, row, table, before):
+                break
+            order[back - 1], order[back] = row, before
+            back -= 1
+    return order
+
+
+@_kernel(I64, I64, LINE, LINE, LINE, LINE, TABLE, LINE, FLAGS, TABLE, TABLE, LINE, LINE, LINE)
+def settle(
+    now_ps: int,
+    ports: Any,
+    order: Any,
+    cursors: Any,
+    ends: Any,
+    table: Any,
+    delivered_ps: Any,
+    states: Any,
+    servers: Any,
+    others: Any,
+    others_begin: Any,
+    others_ps: Any,
+    next_ps: Any,
+) -> Any:
+    """Settle all with a first byte up to ``now_ps`` at some ports; returns how many rows.
+
+    ``order`` lists rows of ``table`` [n, 7] as ``settling_order`` does; port p has those from
+    ``cursors[p]``, which moves, up to ``ends[p]``. ``others`` [m, 7] are messages beside those rows, at
+    the i-th of ``ports`` the ones from ``others_begin[i]`` to the next, in order; all are settled, into
+    ``others_ps``. ``servers`` [devices, 8] are the ingresses; ``next_ps`` [len(ports)] gets the first
+    byte of each port's next row.
+    """
+    settled = 0
+    for at in range(len(ports)):
+        port = ports[at]
+        cursor, end = cursors[port], ends[port]
+        other, other_end = others_begin[at], others_begin[at + 1]
+        while True:
+            here = cursor < end and table[order[cursor], FIRST] <= now_ps
+            if here and other < other_end:
+                here = _comes_before(table, order[cursor], others, other)
+            if here:
+                row = order[cursor]
+                delivered_ps[row] = _receive(servers, port, table, row)
+                states[row] = SETTLED
+                settled += 1
+                cursor += 1
+            elif other < other_end:
+                others_ps[other] = _receive(servers, port, others, other)
+                other += 1
+            else:
+                break
+        cursors[port] = cursor
+        next_ps[at] = table[order[cursor], FIRST] if cursor < end else NEVER_PS
+    return settled
+
+
+@_kernel(LINE, FLAGS, LINE, LINE, LINE, I64)
+def take_settled(states: Any, edges: Any, left: Any, taken: Any, settled: int) -> Any:
+    """Mark all rows that are settled, so many, as handed over and return them, in order.
+
+    ``edges`` [frames + 1] are the frames' first rows; ``left`` [frames] says how many of each were not
+    handed over, and goes down; ``taken`` [frames + 1] is filled with each frame's first place in what
+    is returned.
+    """
+    rows = np.empty(settled, np.int64)
+    count = 0
+    for frame in range(len(left)):
+        taken[frame] = count
+        if left[frame]:
+            for row in range(edges[frame], edges[frame + 1]):
+                if states[row] == SETTLED:
+                    states[row] = HANDED
+                    rows[count] = row
+                    count += 1
+            left[frame] -= count - taken[frame]
+    taken[len(left)] = count
+    return rows
+
+
+@_kernel(types.void, TABLE, I64, LINE, READ_DATA, READ_DATA, LINE, TABLE, LINE, OCTETS)
+def fill_frames(
+    rows: Any,
+    count: int,
+    index: Any,
+    data: Any,
+    flag_data: Any,
+    frame_of: Any,
+    frames: Any,
+    words: Any,
+    octets: Any,
+) -> None:
+    """Put the first ``count`` of an egress's rows and their data where their frames are in a buffer.
+
+    ``words`` and ``octets`` are the buffer; ``frames`` [m, 7] says where each begins in it, and how
+    many rows of which width it takes; then how many it has, and of those the least and the greatest
+    first byte and the sum of charged bytes. A frame has its rows, then their data.
+    ``frame_of`` is the first frame of each group that is not full; the next one follows. ``index``
+    says where a row of the burst has its data in ``data``, or ``flag_data`` if its group is odd.
+    """
+    for at in range(count):
+        group = rows[at, GROUP]
+        frame = frame_of[group]
+        if frames[frame, FILLED] == frames[frame, COUNT]:
+            frame += 1
+            frame_of[group] = frame
+        amount, place, width = frames[frame, COUNT], frames[frame, FILLED], frames[frame, WIDTH]
+        frames[frame, FILLED] = place + 1
+        word = (frames[frame, BEGIN] >> 3) + place * COLUMNS
+        for column in range(COLUMNS):
+            words[word + column] = rows[at, column]
+        frames[frame, LEAST] = min(frames[frame, LEAST], rows[at, FIRST])
+        frames[frame, GREATEST] = max(frames[frame, GREATEST], rows[at, FIRST])
+        frames[frame, TOTAL] += rows[at, CHARGED]
+        begin = np.uint64(frames[frame, BEGIN] + 8 * COLUMNS * amount + place * width)
+        row = np.uint64(index[rows[at, ROW]])  # unsigned: eight times as fast, as no index wraps
+        if group & 1:
+            for octet in range(np.uint64(width)):
+                octets[begin + octet] = flag_data[row, octet]
+        else:
+            for octet in range(np.uint64(width)):
+                octets[begin + octet] = data[row, octet]

@@ -1,0 +1,63 @@
+"""Ranks of a node that become ready at instants of their own, taken together when the first is.
+
+One call for many ranks costs what one for one rank does; each keeps its own instant. What is taken
+depends on virtual instants only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+from cmnet.units import NEVER_PS
+from cmnet.vtime.loop import VirtualLoop
+
+T = TypeVar("T")
+
+
+class Due(Generic[T]):
+    """Items, each with the instant at which it is due."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._items: list[tuple[int, T]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ps = NEVER_PS
+
+    def add(self, at_ps: int, item: T) -> None:
+        """Not in the past: what is known late must not have been due yet."""
+        assert at_ps >= self._loop.now_ps, (at_ps, self._loop.now_ps)
+        self._items.append((at_ps, item))
+        if self._waiter is not None and at_ps < self._timer_ps:
+            self._arm(at_ps)
+
+    async def take(self) -> list[tuple[int, T]]:
+        """Wait for the first that is due; returns all that are known by then, in order of instants
+        (equal ones: as they were added)."""
+        assert self._waiter is None, "one taker"
+        self._waiter = self._loop.create_future()
+        try:
+            if self._items:
+                self._arm(min(at_ps for at_ps, _ in self._items))
+            await self._waiter
+        finally:
+            self._waiter = None
+            self._disarm()
+        items = sorted(self._items, key=lambda item: item[0])
+        self._items = []
+        return items
+
+    def _arm(self, at_ps: int) -> None:
+        self._disarm()
+        self._timer_ps = at_ps
+        self._timer = self._loop.call_at_ps(at_ps, self._wake)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_ps = None, NEVER_PS
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

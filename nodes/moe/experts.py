@@ -1,0 +1,112 @@
+"""The expert side of a node: what its ranks do between a dispatch and a combine.
+
+Owns when each rank's experts are done and what they compute. Does not own messages (``exchange``) nor the
+cost of computation (the caller's function). Ranks of one node are computed together, each at its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cmnet.vtime.loop import VirtualLoop
+from nodes.model.body import I64, Body
+from nodes.moe.due import Due
+from nodes.moe.exchange import Exchange
+from nodes.moe.layer import Key, Touch
+from nodes.moe.layout import joined
+from nodes.moe.operators import Operators
+from nodes.moe.sending import Leg
+
+
+class ExpertTime(Protocol):
+    """How long a rank's experts take."""
+
+    def __call__(self, *, rows: float, experts: int | None) -> int: ...
+
+
+class Served(NamedTuple):
+    """One rank's dispatch and what followed."""
+
+    key: Key
+    rank: int
+    rows: int
+    dispatched_ps: int
+    """When its dispatch returned: all rows are in order."""
+    combine_began_ps: int
+    """When its experts were done."""
+
+
+class Experts:
+    """All experts of one node. ``run`` is for ever."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        exchange: Exchange,
+        body: Body,
+        operators: Operators,
+        *,
+        expert_ps: ExpertTime,
+        layer_of: Callable[[Key], int],
+        touch: Touch,
+    ) -> None:
+        self._loop, self._exchange, self._body, self._touch = loop, exchange, body, touch
+        self._operators, self._expert_ps, self._layer_of = operators, expert_ps, layer_of
+        self._due: Due[Served] = Due(loop)
+        self.hold_ps: Callable[[Key, int], int] | None = None
+        """When a rank's combine begins whose experts are done at an instant, if not then."""
+        self.on_served: Callable[[Served], Any] = _ignore
+        """Told of each rank when its results leave."""
+        exchange.on_dispatched = self._dispatched
+
+    def _dispatched(self, key: Key, done_ps: dict[int, int]) -> None:
+        counts = self._rows_by_expert(key)
+        for rank, at_ps in done_ps.items():
+            of_rank = counts[rank - self._exchange.first]
+            rows = int(of_rank.sum())
+            read_ps = at_ps + self._operators.reorder_ps(rows)
+            taken_ps = self._expert_ps(rows=rows, experts=int(np.count_nonzero(of_rank)))
+            served = Served(key, rank, rows, read_ps, read_ps + taken_ps)
+            if self.hold_ps is not None:
+                served = served._replace(
+                    combine_began_ps=self.hold_ps(key, served.combine_began_ps)
+                )
+            self._due.add(served.combine_began_ps + self._operators.combine_start_ps, served)
+
+    def _rows_by_expert(self, key: Key) -> I64:
+        """[local ranks, experts] of the rows that have come."""
+        rows = joined(self._exchange.arrivals(key, "dispatch").rows, self._body.vector_words)
+        experts = self._body.settings.shared_expert + 1
+        flat = (rows.targets - self._exchange.first) * experts + rows.experts
+        counts = np.bincount(flat, minlength=self._exchange.ranks * experts)
+        return counts.reshape(self._exchange.ranks, experts)
+
+    async def run(self) -> None:
+        """Serve what becomes due."""
+        while True:
+            by_key: dict[Key, list[tuple[int, Served]]] = {}
+            for first_ps, served in await self._due.take():
+                by_key.setdefault(served.key, []).append((first_ps, served))
+            for key, lot in by_key.items():
+                if self._exchange.is_open(key):
+                    await self._serve(key, lot)
+
+    async def _serve(self, key: Key, lot: list[tuple[int, Served]]) -> None:
+        read_ps = {served.rank: served.dispatched_ps for _, served in lot}
+        rows = self._exchange.rows(key, read_ps)
+        rows = rows._replace(
+            experts=self._touch("experts", rows.experts),
+            vectors=self._touch("vectors", rows.vectors),
+        )
+        results = self._body.expert(rows.experts, rows.vectors, layer=self._layer_of(key))
+        legs = {served.rank: Leg(served.combine_began_ps, first_ps) for first_ps, served in lot}
+        await self._exchange.combine(key, rows, results, legs)
+        for _, served in lot:
+            self.on_served(served)
+
+
+def _ignore(_: Served) -> None:
+    """Nobody asked."""

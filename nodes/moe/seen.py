@@ -1,0 +1,110 @@
+"""All lines of a ``moe`` run as arrays, step by layer by rank.
+
+Owns the reading of ``moe-*.jsonl`` for reports. Does not own the lines' format (``result``) nor what is
+made of the arrays. Instants that never came are -1. A line is taken once: that none comes twice is the
+verifier's to say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cmnet.errors import InputError
+from nodes.model.body import I64
+from nodes.moe import result
+from nodes.moe.result import RankLayer
+from nodes.moe.setup import Told
+
+
+class Seen:
+    """What the ranks of a run saw."""
+
+    def __init__(self, *, steps: int, layers: int, ranks: int) -> None:
+        shape = (steps, layers, ranks)
+        self.began_ps: I64 = np.full(shape, -1, dtype=np.int64)
+        self.dispatched_ps: I64 = self.began_ps.copy()
+        self.combine_began_ps: I64 = self.began_ps.copy()
+        self.combined_ps: I64 = self.began_ps.copy()
+        self.rows: I64 = np.zeros(shape, dtype=np.int64)
+        self.sent: I64 = np.zeros((steps, ranks, ranks), dtype=np.int64)
+        """Rows from rank to rank, over all layers."""
+        self.errors: list[dict[str, Any]] = []
+        self._dispatch = _Waits(ranks)
+        self._combine = _Waits(ranks)
+
+    def take(self, line: RankLayer) -> None:
+        """One line."""
+        at, ranks = (line.step, line.layer, line.rank), self.rows.shape[2]
+        self.began_ps[at], self.dispatched_ps[at] = line.began_ps, line.dispatched_ps
+        self.combine_began_ps[at], self.combined_ps[at] = line.combine_began_ps, line.combined_ps
+        self.rows[at] = line.rows
+        if len(sent := result.sent_rows(line)) == ranks:
+            self.sent[line.step, line.rank] += sent
+        self._dispatch.take(line.rank, line.began_ps, result.instants(line.dispatch_flags_ps))
+        self._combine.take(line.rank, line.combine_began_ps, result.instants(line.combine_flags_ps))
+        if line.error:
+            place = {"step": line.step, "layer": line.layer, "rank": line.rank}
+            self.errors.append(place | {"error": line.error})
+
+    def dispatch_waits(self) -> I64:
+        """Mean wait [targets, sources] of each rank for each other's flag; -1 where one never came."""
+        return self._dispatch.mean()
+
+    def combine_waits(self) -> I64:
+        """As ``dispatch_waits``."""
+        return self._combine.mean()
+
+
+class _Waits:
+    """Sums over layers."""
+
+    def __init__(self, ranks: int) -> None:
+        self._sum: I64 = np.zeros((ranks, ranks), dtype=np.int64)
+        self._count: I64 = np.zeros((ranks, 1), dtype=np.int64)
+        self._never = np.zeros((ranks, ranks), dtype=np.bool_)
+
+    def take(self, rank: int, began_ps: int, flags_ps: I64) -> None:
+        """What one rank saw in one layer; nothing where its operator never began."""
+        if began_ps < 0 or len(flags_ps) != len(self._sum):
+            return
+        self._never[rank] |= flags_ps < 0
+        self._sum[rank] += np.maximum(flags_ps - began_ps, 0)
+        self._count[rank] += 1
+
+    def mean(self) -> I64:
+        """Of a rank that has said nothing, nothing came."""
+        nothing = self._never | (self._count == 0)
+        return np.where(nothing, -1, self._sum // np.maximum(self._count, 1))
+
+
+def read(folder: Path, told: Told) -> Seen:
+    """All whole lines of a run. Raises InputError."""
+    job = told.job
+    seen = Seen(steps=job.steps, layers=job.model.carried_layers, ranks=job.ep_size)
+    for node in told.nodes:
+        path = result.path(folder, node)
+        data = path.read_bytes() if path.exists() else b""
+        for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+            try:
+                seen.take(result.decode(line))
+            except (msgspec.DecodeError, IndexError, ValueError) as error:
+                key, expected = f"line {number}", "what a rank saw of a layer"
+                value = str(error)
+                raise InputError(file=str(path), key=key, value=value, expected=expected) from None
+    seen.errors.sort(key=lambda each: (each["step"], each["layer"], each["rank"]))
+    return seen
+
+
+def found_in(data: Any, key: str) -> Any:
+    """The first value of this key in nested objects; None where there is none."""
+    if not isinstance(data, dict):
+        return None
+    if key in data:
+        return data[key]
+    return next(
+        (found for each in data.values() if (found := found_in(each, key)) is not None), None
+    )
