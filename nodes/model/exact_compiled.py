@@ -7,6 +7,7 @@ call. Whoever makes the first body of a process compiles all kernels, or loads t
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any, TypeVar
 
@@ -19,6 +20,14 @@ from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
 from nodes.model.exact_plain import RESULT_WORDS, ROW_BYTES, VECTOR_WORDS
 from nodes.model.exact_tables import F32, F64, I8
+
+MANY = 64
+"""From so many rows on, a library's matrix product is faster than the kernels' own: sums of integers
+below 2^24 in float32 are exact in any order."""
+BLOCK = 1024
+"""Rows at a time: what is between two steps stays in a core's cache."""
+MANY_OF_ONE = 8
+"""Rows of an expert together, on average."""
 
 
 class _Packed:
@@ -57,6 +66,19 @@ class CompiledSteps:
         self._merge: F32 = model.merge.ravel()
         own = np.array([model.merge_word, model.start_token], dtype=np.uint64)
         self._merge_words: U64 = np.concatenate([own, model.fold_merge])
+
+        sizes = ((t.HIDDEN,), (), (2 * t.INNER,), (t.INNER,), (), (t.HIDDEN,))
+        types = (np.float32, np.int64, np.float32, np.float32, np.float64, np.float32)
+        self._scratch: tuple[Any, ...] = tuple(
+            np.empty((BLOCK, *size), dtype) for size, dtype in zip(sizes, types, strict=True)
+        )
+        self._compile_for_many()
+
+    def _compile_for_many(self) -> None:
+        """What is compiled for few rows, the first run of a body compiles."""
+        states = self.start_tokens(np.zeros(MANY, np.int64), np.zeros(MANY, np.int64))
+        self.gate(states, layer=0)
+        self.expert(np.zeros(MANY, np.int64), self.dispatch(states), layer=0)
 
     def start_tokens(self, tokens: I64, places: I64) -> I64:
         states = np.empty((len(tokens), t.STATE_WORDS), dtype=np.int64)
@@ -97,7 +119,13 @@ class CompiledSteps:
         experts, weights = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.uint64)
         groups, top_groups, tables = self._groups, self._top_groups, self._tables
         gates, bias, reals = own.gate, own.bias, self._reals
-        moe.gate(_own(states), gates, bias, reals, tables, groups, top_groups, experts, weights)
+        if len(states) < MANY:
+            moe.gate(_own(states), gates, bias, reals, tables, groups, top_groups, experts, weights)
+            return experts, weights
+        x, scales = np.empty((len(states), t.HIDDEN), np.float32), np.empty(len(states))
+        moe.norms(_own(states), reals, x, scales)
+        logits = x @ gates.reshape(t.HIDDEN, -1)
+        moe.pick_all(logits, scales, bias, tables, groups, top_groups, experts, weights)
         return experts, weights
 
     def dispatch(self, states: I64) -> U64:
@@ -112,9 +140,30 @@ class CompiledSteps:
         vectors = _own(vectors)
         octets, halves = vectors.view(np.int8), results.view(np.int16)
         experts = _own(experts)
-        args = experts, vectors, octets, first, second, words, reals, results, halves
-        assert moe.expert(*args), "no such expert"
+        edges = np.flatnonzero(experts[1:] != experts[:-1]) + 1
+        if len(experts) < MANY or len(experts) < MANY_OF_ONE * len(edges):
+            args = experts, vectors, octets, first, second, words, reals, results, halves
+            assert moe.expert(*args), "no such expert"
+            return results
+        assert 0 <= experts.min() <= experts.max() < len(first), "no such expert"
+        for begin in range(0, len(experts), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            self._expert_block(own, experts[block], vectors[block], results[block])
         return results
+
+    def _expert_block(self, own: _Packed, experts: I64, vectors: U64, results: U64) -> None:
+        """Rows of one expert are neighbours."""
+        x, checks, up, z, largest, down = (part[: len(experts)] for part in self._scratch)
+        edges = np.flatnonzero(experts[1:] != experts[:-1]) + 1
+        spans = list(itertools.pairwise([0, *edges.tolist(), len(experts)]))
+        moe.open_all(vectors.view(np.int8), own.words, x, checks)
+        _by_expert(x, own.first, experts, spans, up)
+        moe.gate_all(up, vectors, self._reals, z, largest)
+        _by_expert(z, own.second, experts, spans, down)
+        halves = results.view(np.int16)
+        moe.answer_all(
+            experts, vectors, down, largest, checks, own.words, self._reals, results, halves
+        )
 
     def combine(self, states: I64, weights: U64, results: U64, shared: U64, *, layer: int) -> I64:
         words = self._layers[layer].words
@@ -126,6 +175,15 @@ class CompiledSteps:
         tokens = np.empty(len(states), dtype=np.int64)
         moe.sample(_own(states), self._head, self._sample, self._reals, self._tables, tokens)
         return tokens
+
+
+def _by_expert(
+    x: F32, weights: F32, experts: I64, spans: list[tuple[int, int]], product: F32
+) -> None:
+    """Rows times the weights of their experts; rows of one expert together."""
+    shape = (x.shape[1], product.shape[1])
+    for begin, end in spans:
+        np.matmul(x[begin:end], weights[experts[begin]].reshape(shape), out=product[begin:end])
 
 
 Array = TypeVar("Array", bound=npt.NDArray[Any])

@@ -86,6 +86,35 @@ def choose(biased: I64, groups: int, top_groups: int, best: I64, chosen: I64) ->
 
 
 @kernel
+def pick(
+    logits: F32,
+    scale: float,
+    bias: I64,
+    tables: I64,
+    scratch: I64,
+    groups: int,
+    top_groups: int,
+    experts: I64,
+    parts: U64,
+) -> None:
+    """One token's experts and their weights; ``scratch`` is [2 * experts + groups]."""
+    count, top_k = len(bias), len(experts)
+    scores, biased, best = scratch[:count], scratch[count : 2 * count], scratch[2 * count :]
+    for e in range(count):
+        index = np.rint(float(logits[e]) * scale - GATE_SHIFT)
+        index = min(max(index, -2048.0), 2047.0)
+        scores[e] = tables[SIGMOID_AT + 2048 + np.int64(index)]
+        biased[e] = scores[e] + bias[e]
+    choose(biased, groups, top_groups, best, experts)
+    total = 0
+    for k in range(top_k):
+        total += scores[experts[k]]
+    for k in range(top_k):
+        part = scores[experts[k]] * (GATE_SUM // top_k) // total
+        parts[k] = np.uint64(part * top_k + k + 1)
+
+
+@kernel
 def gate(
     states: I64,
     weights: F32,
@@ -97,28 +126,36 @@ def gate(
     experts: I64,
     parts: U64,
 ) -> None:
-    count, top_k = len(bias), experts.shape[1]
+    count = len(bias)
     x, logits = np.empty(D, np.float32), np.empty(count, np.float32)
-    scores, biased, best = (
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(groups, np.int64),
-    )
+    scratch = np.empty(2 * count + groups, np.int64)
     for i in range(len(states)):
         scale = norm(states[i], reals[:D], x) * GATE_SCALE
         project(x, weights, logits)
-        for e in range(count):
-            index = np.rint(float(logits[e]) * scale - GATE_SHIFT)
-            index = min(max(index, -2048.0), 2047.0)
-            scores[e] = tables[SIGMOID_AT + 2048 + np.int64(index)]
-            biased[e] = scores[e] + bias[e]
-        choose(biased, groups, top_groups, best, experts[i])
-        total = 0
-        for k in range(top_k):
-            total += scores[experts[i, k]]
-        for k in range(top_k):
-            part = scores[experts[i, k]] * (GATE_SUM // top_k) // total
-            parts[i, k] = np.uint64(part * top_k + k + 1)
+        pick(logits, scale, bias, tables, scratch, groups, top_groups, experts[i], parts[i])
+
+
+@kernel
+def norms(states: I64, reals: F64, x: F32, scales: F64) -> None:
+    """For ``pick_all``: rows that a library multiplies with the gate's weights in between."""
+    for i in range(len(states)):
+        scales[i] = norm(states[i], reals[:D], x[i]) * GATE_SCALE
+
+
+@kernel
+def pick_all(
+    logits: F32,
+    scales: F64,
+    bias: I64,
+    tables: I64,
+    groups: int,
+    top_groups: int,
+    experts: I64,
+    parts: U64,
+) -> None:
+    scratch = np.empty(2 * len(bias) + groups, np.int64)
+    for i in range(len(logits)):
+        pick(logits[i], scales[i], bias, tables, scratch, groups, top_groups, experts[i], parts[i])
 
 
 @kernel
@@ -134,6 +171,50 @@ def dispatch(states: I64, reals: F64, vectors: U64) -> None:
             vectors[i, w] = word
         vectors[i, 8] = np.uint64(bits[0])
         vectors[i, 9] = np.uint64(states[i, SEAL])
+
+
+@kernel
+def opened(octets: I8, words: U64, x: F32) -> int:
+    """A vector's values into ``x``; returns their check sum."""
+    check = np.int64(0)
+    for d in range(D):
+        x[d] = np.float32(octets[d])
+        check += np.int64(octets[d]) * np.int64(words[CHECK_AT + d])
+    return check
+
+
+@kernel
+def gated(up: F32, scale_word: int, number: Any, reals: F64, inner: F64, z: F32) -> float:
+    """INT8 values of the inner layer into ``z``; returns the largest. ``inner`` is [INNER] scratch,
+    ``number`` one word."""
+    low = scale_word & LOW
+    number[0] = np.uint32(low if low <= ONE else np.uint64(0))
+    scale = float(number.view(np.float32)[0]) / 512.0
+    most = 2.0**-30
+    for f in range(INNER):
+        opened_up = (float(up[f]) * reals[D + f]) * scale
+        other = (float(up[INNER + f]) * reals[D + INNER + f]) * scale
+        inner[f] = (opened_up * min(max(opened_up + 3.0, 0.0), 6.0)) * other
+    for f in range(INNER):
+        most = max(most, abs(inner[f]))
+    factor = 127.0 / most
+    for f in range(INNER):
+        z[f] = np.float32(np.rint(inner[f] * factor))
+    return most
+
+
+@kernel
+def answered(down: F32, most: float, reals: F64, halves: I16) -> None:
+    scale = most * EXPERT_SCALE
+    for d in range(D):
+        y = np.rint((float(down[d]) * reals[D + d]) * scale)
+        halves[d] = np.int16(np.int32(min(max(y, -32767.0), 32767.0)))
+
+
+@kernel
+def sealed(vector: U64, expert_word: int, check: int, words: U64) -> int:
+    seal = vector[9] + expert_word + vector[8]
+    return mix(seal + np.uint64(check) * words[CHECK_ODD_AT])
 
 
 @kernel
@@ -155,35 +236,47 @@ def expert(
     x, up, inner = np.empty(D, np.float32), np.empty(E2, np.float32), np.empty(INNER)
     z, down = np.empty(INNER, np.float32), np.empty(D, np.float32)
     number = np.empty(1, np.uint32)
-    as_float = number.view(np.float32)
     for i in range(len(experts)):
-        check = np.int64(0)
-        for d in range(D):
-            x[d] = np.float32(octets[i, d])
-            check += np.int64(octets[i, d]) * np.int64(words[CHECK_AT + d])
         chosen = experts[i]
+        check = opened(octets[i], words, x)
         project(x, first[chosen], up)
-        low = vectors[i, 8] & LOW
-        number[0] = np.uint32(low if low <= ONE else np.uint64(0))
-        scale = float(as_float[0]) / 512.0
-        most = 2.0**-30
-        for f in range(INNER):
-            opened = (float(up[f]) * reals[D + f]) * scale
-            other = (float(up[INNER + f]) * reals[D + INNER + f]) * scale
-            inner[f] = (opened * min(max(opened + 3.0, 0.0), 6.0)) * other
-        for f in range(INNER):
-            most = max(most, abs(inner[f]))
-        factor = 127.0 / most
-        for f in range(INNER):
-            z[f] = np.float32(np.rint(inner[f] * factor))
+        most = gated(up, vectors[i, 8], number, reals, inner, z)
         project(z, second[chosen], down)
-        scale = most * EXPERT_SCALE
-        for d in range(D):
-            y = np.rint((float(down[d]) * reals[D + d]) * scale)
-            halves[i, d] = np.int16(np.int32(min(max(y, -32767.0), 32767.0)))
-        seal = vectors[i, 9] + words[EXPERT_AT + chosen] + vectors[i, 8]
-        results[i, 16] = mix(seal + np.uint64(check) * words[CHECK_ODD_AT])
+        answered(down, most, reals, halves[i])
+        results[i, 16] = sealed(vectors[i], words[EXPERT_AT + chosen], check, words)
     return True
+
+
+@kernel
+def open_all(octets: I8, words: U64, x: F32, checks: I64) -> None:
+    """For ``gate_all`` and ``answer_all``: rows that a library multiplies with the weights of their
+    experts in between."""
+    for i in range(len(octets)):
+        checks[i] = opened(octets[i], words, x[i])
+
+
+@kernel
+def gate_all(up: F32, vectors: U64, reals: F64, z: F32, largest: F64) -> None:
+    inner, number = np.empty(INNER), np.empty(1, np.uint32)
+    for i in range(len(up)):
+        largest[i] = gated(up[i], vectors[i, 8], number, reals, inner, z[i])
+
+
+@kernel
+def answer_all(
+    experts: I64,
+    vectors: U64,
+    down: F32,
+    largest: F64,
+    checks: I64,
+    words: U64,
+    reals: F64,
+    results: U64,
+    halves: I16,
+) -> None:
+    for i in range(len(experts)):
+        answered(down[i], largest[i], reals, halves[i])
+        results[i, 16] = sealed(vectors[i], words[EXPERT_AT + experts[i]], checks[i], words)
 
 
 @kernel

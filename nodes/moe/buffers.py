@@ -59,15 +59,17 @@ class Buffer:
         busy_ps = self._busy_until_ps
         if len(slots) and not 0 <= slots.min() <= slots.max() < busy_ps.shape[1]:
             raise CorruptError(f"{self._name} slot {slots.max()} is outside", definite=True)
-        late = busy_ps[ranks, slots] > at_ps
+        flat = ranks * busy_ps.shape[1] + slots
+        late = busy_ps.ravel().take(flat) > at_ps
         if late.any():
             index = int(np.flatnonzero(late)[0])
             raise overwritten(self._name, int(ranks[index]), int(slots[index]), int(at_ps[index]))
-        busy_ps[ranks, slots] = NEVER_PS
+        busy_ps.reshape(-1)[flat] = NEVER_PS
 
     def take(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Their reader is done with them at these instants."""
-        self._busy_until_ps[ranks, slots] = at_ps
+        busy_ps = self._busy_until_ps
+        busy_ps.reshape(-1)[ranks * busy_ps.shape[1] + slots] = at_ps
 
 
 class SharedBuffer:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from array import array
 from typing import Any
 
 import msgspec
@@ -41,10 +40,10 @@ from nodes.moe.layer import (
     Layer,
     Lost,
     Phase,
-    Touch,
+    Samples,
     Wrong,
 )
-from nodes.moe.layout import TokenRows, Tokens
+from nodes.moe.layout import Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg, Writes
 from nodes.moe.table import Table, check_held, table
@@ -70,16 +69,13 @@ class Exchange:
         devices: tuple[int, ...],
         operators: Operators,
         timeout_ps: int,
-        touch: Touch,
-        unfused: bool = False,
         engine: str = "aiv",
         shared_buffer: bool = False,
     ) -> None:
         """``devices``: of each rank. ``timeout_ps``: a rank gives up on its dispatch after it, on its
         combine after twice that. ``shared_buffer``: for tests of the detector only."""
-        self._context = context
-        self._loop = context.loop
-        self._body, self._scale, self._touch = body, scale, touch
+        self._context, self._loop = context, context.loop
+        self._body, self._scale = body, scale
         self._model = body.settings
         self._devices: I64 = np.array(devices, dtype=np.int64)
         machine = context.machine
@@ -92,7 +88,7 @@ class Exchange:
         """Messages of a token: to its routed experts and to the shared one."""
         self._rank_of: I64 = np.full(len(machine.devices), -1, dtype=np.int64)
         self._rank_of[self._devices] = np.arange(len(devices))
-        self._operators, self._timeout_ps, self._unfused = operators, timeout_ps, unfused
+        self._operators, self._timeout_ps = operators, timeout_ps
         self._writer = Writer(context, self._devices, engine=engine)
         self._shared_buffer = shared_buffer
         self._group: Group | None = None
@@ -100,10 +96,11 @@ class Exchange:
         self._shape = (0, 0)
         """Slots of one source at a rank's dispatch buffer, slots of a rank's combine buffer."""
         self._step = (0, 0)
+        self._expected_ps = 0
+        """Since when it is known who takes part: nobody is complete before."""
         self._layers: dict[Key, Layer] = {}
         self._ended: set[Key] = set()
-        self._samples: dict[Phase, array[int]] = {"dispatch": array("q"), "combine": array("q")}
-        """A sample a layer: from the first operator's begin to the last row or flag here."""
+        self._samples = Samples()
         self.on_dispatched: Complete = _ignore
         self.on_combined: Complete = _ignore
         self.on_late: Late = _ignore
@@ -125,7 +122,11 @@ class Exchange:
             self.end(key)
         self._ended = {key for key in self._ended if key[:2] >= self._step}
         self._make_buffers(group, anew=bool(given_up))
-        self._expect_anew()  # what came before the step began here
+        for key, layer in self._layers.items():  # what came before the step began here
+            if key[:2] == self._step and "dispatch" in layer.arrivals:
+                for rows in layer.arrivals["dispatch"].rows:
+                    self._check_rows(key, group, rows)
+        self._expect_anew()
 
     def end(self, key: Key) -> None:
         """Nothing more is wanted of this layer; what still comes for it is ignored."""
@@ -137,7 +138,8 @@ class Exchange:
 
     def _make_buffers(self, group: Group, *, anew: bool) -> None:
         """Anew when the group is another, or a step was given up half-way."""
-        most = int(table(group.placement, self._model.routed_experts).written.max())
+        experts = self._model.routed_experts
+        most = max(int(table(each, experts).written.max()) for each in group.placements)
         shape = (
             buffers.max_tokens(group.batch, most, self._model),
             group.batch * self.slots,
@@ -157,7 +159,8 @@ class Exchange:
         """None: of a layer or step that is over."""
         layer = self._layers.get(key)
         if layer is None and key[:2] >= self._step and key not in self._ended:
-            layer = self._layers[key] = Layer()
+            experts = self._model.shared_expert + 1
+            layer = self._layers[key] = Layer(ranks=self.ranks, experts=experts)
         return layer
 
     def _arrivals(self, key: Key, layer: Layer, phase: Phase) -> Arrivals:
@@ -193,19 +196,14 @@ class Exchange:
         ranks = arrivals.newly_complete()
         if ranks and arrivals.done[arrivals.wanted].all():
             layer.timers[phase].cancel()
-            self._sample(phase, arrivals)
+            self._samples.add(phase, arrivals)
         if ranks:
-            self._tell(key, layer, phase, {rank: int(arrivals.last_ps[rank]) for rank in ranks})
-
-    def _sample(self, phase: Phase, arrivals: Arrivals) -> None:
-        began_ps = arrivals.began_ps[arrivals.began_ps >= 0]
-        if phase != "count" and len(began_ps):
-            last_ps = arrivals.last_ps[arrivals.wanted].max()
-            self._samples[phase].append(int(last_ps - began_ps.min()))
+            done_ps = np.maximum(arrivals.last_ps[ranks], self._expected_ps).tolist()
+            self._tell(key, layer, phase, dict(zip(ranks, done_ps)))
 
     def statistics(self) -> dict[str, Any]:
-        """Samples for the report, in ps."""
-        return {f"{phase}_ps": samples.tolist() for phase, samples in self._samples.items()}
+        """For the report."""
+        return self._samples.statistics()
 
     def _tell(self, key: Key, layer: Layer, phase: Phase, local: dict[int, int]) -> None:
         done_ps = {self.first + rank: at_ps for rank, at_ps in local.items()}
@@ -226,11 +224,12 @@ class Exchange:
             group,
             sources=np.setdiff1d(group.sources, gone),
             experts=np.setdiff1d(group.experts, gone),
-            placement=placement.without(group.placement, dead=dead),
+            placements=tuple(placement.without(each, dead=dead) for each in group.placements),
         )
         self._expect_anew()
 
     def _expect_anew(self) -> None:
+        self._expected_ps = self._loop.now_ps
         layers = [(key, layer) for key, layer in self._layers.items() if key[:2] == self._step]
         for _, layer in layers:
             for phase, arrivals in layer.arrivals.items():
@@ -277,26 +276,24 @@ class Exchange:
         each rank [legs, ep_size]."""
         layer, group = self._open(key), self._group
         assert layer is not None and group is not None, "a step that is over"
-        held = table(group.placement, self._model.routed_experts)
+        held = table(group.placement(key[2]), self._model.routed_experts)
         self._arrivals(key, layer, "combine").wanted[[rank - self.first for rank in legs]] = True
         self._watch(key, layer, "combine")
-        if layer.results is None or layer.filled is None:
-            shape = (self.ranks, group.batch, self.slots)
-            layer.results = np.zeros((*shape, self._body.result_words), dtype=np.uint64)
-            layer.filled = np.zeros(shape, dtype=np.bool_)
-        rows = self._token_rows(tokens, group, held)
+        words = self._body.result_words
+        layer.await_results(batch=group.batch, slots=self.slots, words=words)
+        rows = self._outgoing(key, tokens, group, held)
         flags = sending.dispatch_flags(rows, legs, group.experts, held, flag_bytes=FLAG_BYTES)
-        if self._unfused:
+        if self._operators.unfused:
             for rank in legs:
-                layer.unsent[rank] = tokens.chosen(tokens.ranks == rank)
+                layer.unsent[rank] = tokens.chosen(np.flatnonzero(tokens.ranks == rank))
             await self._burst(key, "count", sending.NOTHING, flags)
         else:
-            await self._write_tokens(key, rows, legs, flags)
+            await self._write_tokens(key, tokens, rows, legs, flags)
         return sending.rows_sent(rows, legs, ep_size=len(self._devices))
 
-    def _token_rows(self, tokens: Tokens, group: Group, held: Table) -> TokenRows:
+    def _outgoing(self, key: Key, tokens: Tokens, group: Group, held: Table) -> Outgoing:
         index = tokens.ranks * group.batch + tokens.numbers
-        routed = placement.targets(group.placement, tokens.experts, index)
+        routed = placement.targets(group.placement(key[2]), tokens.experts, index)
         return sending.token_rows(
             tokens,
             routed,
@@ -306,23 +303,19 @@ class Exchange:
         )
 
     async def _write_tokens(
-        self, key: Key, rows: TokenRows, legs: dict[int, Leg], flags: Writes
+        self, key: Key, tokens: Tokens, rows: Outgoing, legs: dict[int, Leg], flags: Writes
     ) -> None:
-        own = rows.sources == rows.targets
-        model = self._model
-        stages_ps = self._operators.tokens_ready_ps(int(rows.tokens.max(initial=0)) + 1)
-        ready_ps = sending.first_ps(legs, rows.sources) + stages_ps[rows.tokens]
-        if own.any():
-            self._take_tokens(key, rows.chosen(own), ready_ps[own])
-        away = rows.chosen(~own)
-        charged = model.combine_bytes if self._unfused else model.dispatch_bytes
-        writes = Writes(
-            sources=away.sources,
-            targets=away.targets,
-            charged_bytes=np.full(len(away.sources), charged, dtype=np.int64),
-            ready_ps=ready_ps[~own],
-            data=layout.pack_tokens(away, self._scale.vector),
+        model, most = self._model, int(rows.tokens.max(initial=0)) + 1
+        mine, ready_ps, writes = sending.token_writes(
+            tokens,
+            rows,
+            legs,
+            stages_ps=self._operators.tokens_ready_ps(most),
+            charged_bytes=model.combine_bytes if self._operators.unfused else model.dispatch_bytes,
+            tiling=self._scale.vector,
         )
+        if len(ready_ps):
+            self._take_tokens(key, mine, ready_ps)
         await self._burst(key, "dispatch", writes, flags)
 
     def _send_counted(self, key: Key, layer: Layer, done_ps: dict[int, int]) -> None:
@@ -337,48 +330,39 @@ class Exchange:
         legs = {
             rank: Leg(int(began_ps[rank]), max(done_ps[rank] + launch_ps, now_ps)) for rank in ranks
         }
-        held = table(group.placement, self._model.routed_experts)
-        rows = self._token_rows(tokens, group, held)
+        held = table(group.placement(key[2]), self._model.routed_experts)
+        rows = self._outgoing(key, tokens, group, held)
         flags = sending.dispatch_flags(rows, legs, group.experts, held, flag_bytes=FLAG_BYTES)
-        self._context.spawn(self._write_tokens(key, rows, legs, flags), f"tokens of {key}")
+        self._context.spawn(self._write_tokens(key, tokens, rows, legs, flags), f"tokens of {key}")
 
-    def results(self, key: Key, rank: int, tokens: int) -> tuple[U64, Bools]:
-        """Results [tokens, slots, words] of a local rank, and which of them are here [tokens, slots]."""
-        layer, local = self._layers[key], rank - self.first
-        assert layer.results is not None and layer.filled is not None
-        return layer.results[local, :tokens], layer.filled[local, :tokens]
+    def results(self, key: Key, ranks: I64, numbers: I64) -> tuple[U64, Bools]:
+        """Results [n, slots, words] of tokens [n] of local ranks, and which are here [n, slots]."""
+        return self._layers[key].results_of(ranks - self.first, numbers)
 
     def results_read(self, key: Key, read_ps: dict[int, int]) -> None:
         """These ranks have read their results at these instants."""
         filled = self._layers[key].filled
-        assert filled is not None
-        for rank, at_ps in read_ps.items():
-            slots = np.flatnonzero(filled[rank - self.first])
-            ranks = np.full(len(slots), rank - self.first)
-            self._buffers["combine"].take(ranks, slots, np.full(len(slots), at_ps))
+        local = np.array(list(read_ps), dtype=np.int64) - self.first
+        which, slots = np.nonzero(filled[local].reshape(len(local), -1))
+        at_ps = np.array(list(read_ps.values()), dtype=np.int64)
+        self._buffers["combine"].take(local.take(which), slots, at_ps.take(which))
 
     # --- expert side ------------------------------------------------------------------------------
+
+    def rows_by_expert(self, key: Key) -> I64:
+        """[local ranks, experts] of the rows that have come."""
+        return self._layers[key].by_expert
 
     def rows(self, key: Key, read_ps: dict[int, int]) -> TokenRows:
         """Rows for the experts of these local ranks, each read at its instant, by rank, expert, source
         and slot: the contiguous tensors that the experts get."""
-        layer = self._layers[key]
-        arrivals = layer.arrivals["dispatch"]
-        whole = layout.joined(arrivals.rows, self._body.vector_words)
-        wanted = np.zeros(self.ranks, dtype=np.bool_)
-        wanted[[rank - self.first for rank in read_ps]] = True
-        local = whole.targets - self.first
-        chosen = wanted[local]
-        if layer.refused is not None:
-            chosen &= ~layer.refused[local, whole.sources]
-        arrivals.rows = [whole.chosen(~wanted[local])] if not wanted.all() else []
-        rows = whole.chosen(chosen)
-        rows = rows.chosen(np.lexsort((rows.slots, rows.sources, rows.experts, rows.targets)))
-        at_ps = np.zeros(self.ranks, dtype=np.int64)
+        at_ps = np.full(self.ranks, -1, dtype=np.int64)
         at_ps[[rank - self.first for rank in read_ps]] = list(read_ps.values())
-        local = rows.targets - self.first
-        away = rows.sources != rows.targets
-        self._buffers["dispatch"].take(local[away], rows.slots[away], at_ps[local[away]])
+        words = self._body.vector_words
+        rows = self._layers[key].take_rows(at_ps, first=self.first, vector_words=words)
+        away = np.flatnonzero(rows.sources != rows.targets)
+        local = rows.targets.take(away) - self.first
+        self._buffers["dispatch"].take(local, rows.slots.take(away), at_ps.take(local))
         return rows
 
     async def combine(self, key: Key, rows: TokenRows, results: U64, legs: dict[int, Leg]) -> None:
@@ -387,36 +371,31 @@ class Exchange:
         group = self._group
         if group is None or self._open(key) is None:
             return  # of a step that was given up meanwhile
-        order = sending.result_order(rows)
-        rows, results = rows.chosen(order), results[order]
         flags = sending.combine_flags(
             rows, legs, group.sources, ep_size=len(self._devices), flag_bytes=FLAG_BYTES
         )
-        running = layout.running_index(rows.targets)
-        stages_ps = self._operators.results_ready_ps(int(running.max(initial=0)) + 1)
-        ready_ps = sending.first_ps(legs, rows.targets) + stages_ps[running]
-        own = rows.sources == rows.targets
-        if own.any():
-            mine = rows.chosen(own)
-            took = layout.ResultRows(mine.sources, mine.targets, mine.tokens, mine.k, results[own])
-            self._take_results(key, took, ready_ps[own])
-        away = rows.chosen(~own)
-        writes = Writes(
-            sources=away.targets,
-            targets=away.sources,
-            charged_bytes=np.full(len(away.sources), self._model.combine_bytes, dtype=np.int64),
-            ready_ps=ready_ps[~own],
-            data=layout.pack_results(away.tokens, away.k, results[~own], self._scale.result),
+        mine, ready_ps, writes = sending.result_writes(
+            rows,
+            results,
+            legs,
+            stages_ps=self._operators.results_ready_ps,
+            charged_bytes=self._model.combine_bytes,
+            tiling=self._scale.result,
         )
+        if len(ready_ps):
+            self._take_results(key, mine, ready_ps)
         await self._burst(key, "combine", writes, flags)
 
     # --- links ------------------------------------------------------------------------------------
 
     async def _burst(self, key: Key, phase: Phase, writes: Writes, flags: Writes) -> None:
         """Write, and set flags behind; a rank's messages to itself pass no link."""
-        own = flags.sources == flags.targets
-        self._take_flags(key, phase, flags.chosen(own))
-        flags = flags.chosen(~own)
+        here = flags.sources == flags.targets
+        self._take_flags(key, phase, flags.chosen(np.flatnonzero(here)))
+        layer = self._layers.get(key)
+        if here.any() and layer is not None and layer.arrivals[phase].all_announced():
+            self._context.fabric.arriving.deliver()  # own flags came last: the others lie there
+        flags = flags.chosen(np.flatnonzero(~here))
         if not len(writes.sources) and not len(flags.sources):
             return
 
@@ -470,25 +449,29 @@ class Exchange:
         layer = self._open(key)
         if layer is None:
             return
-        local, away = rows.targets - self.first, rows.sources != rows.targets
+        local = rows.targets - self.first
         if key[:2] == self._step:
             assert self._group is not None
-            experts = self._model.routed_experts
-            check_held(table(self._group.placement, experts), rows, shared_expert=experts)
-            self._buffers["dispatch"].write(local[away], rows.slots[away], at_ps[away])
+            self._check_rows(key, self._group, rows)
+            if rows.sources[0] != rows.targets[0]:  # a rank's rows to itself come by themselves
+                self._buffers["dispatch"].write(local, rows.slots, at_ps)
+        layer.count_rows(local, rows.experts)
         self._arrivals(key, layer, "dispatch").add_rows(local, rows.sources, at_ps, rows)
         self._check(key, layer, "dispatch")
 
-    def _take_results(self, key: Key, rows: layout.ResultRows, at_ps: I64) -> None:
+    def _check_rows(self, key: Key, group: Group, rows: TokenRows) -> None:
+        experts = self._model.routed_experts
+        check_held(table(group.placement(key[2]), experts), rows, shared_expert=experts)
+
+    def _take_results(self, key: Key, rows: ResultRows, at_ps: I64) -> None:
         layer = self._open(key)
-        if layer is None or layer.results is None or layer.filled is None:
+        if layer is None or not layer.filled.size:
             return  # of a step that was given up
         local = rows.targets - self.first
         slots = rows.tokens * self.slots + rows.k
-        away = rows.sources != rows.targets
-        self._buffers["combine"].write(local[away], slots[away], at_ps[away])
-        layer.results[local, rows.tokens, rows.k] = rows.results
-        layer.filled[local, rows.tokens, rows.k] = True
+        if rows.sources[0] != rows.targets[0]:
+            self._buffers["combine"].write(local, slots, at_ps)
+        layer.put_results(local, slots, rows.results)
         self._arrivals(key, layer, "combine").add_rows(local, rows.sources, at_ps, None)
         self._check(key, layer, "combine")
 

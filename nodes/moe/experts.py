@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cmnet.vtime.loop import VirtualLoop
-from nodes.model.body import I64, Body
+from nodes.model.body import Body
 from nodes.moe.due import Due
 from nodes.moe.exchange import Exchange
 from nodes.moe.layer import Key, Touch
-from nodes.moe.layout import joined
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg
 
@@ -63,7 +62,7 @@ class Experts:
         exchange.on_dispatched = self._dispatched
 
     def _dispatched(self, key: Key, done_ps: dict[int, int]) -> None:
-        counts = self._rows_by_expert(key)
+        counts = self._exchange.rows_by_expert(key)
         for rank, at_ps in done_ps.items():
             of_rank = counts[rank - self._exchange.first]
             rows = int(of_rank.sum())
@@ -75,14 +74,6 @@ class Experts:
                     combine_began_ps=self.hold_ps(key, served.combine_began_ps)
                 )
             self._due.add(served.combine_began_ps + self._operators.combine_start_ps, served)
-
-    def _rows_by_expert(self, key: Key) -> I64:
-        """[local ranks, experts] of the rows that have come."""
-        rows = joined(self._exchange.arrivals(key, "dispatch").rows, self._body.vector_words)
-        experts = self._body.settings.shared_expert + 1
-        flat = (rows.targets - self._exchange.first) * experts + rows.experts
-        counts = np.bincount(flat, minlength=self._exchange.ranks * experts)
-        return counts.reshape(self._exchange.ranks, experts)
 
     async def run(self) -> None:
         """Serve what becomes due."""

@@ -35,7 +35,7 @@ class MoeJob(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[int, ...]
     """Tokens of each rank, at most ``batch``."""
     steps: int = 1
-    """Passes over all layers with the same tokens; with EPLB a second one after the re-placement."""
+    """Passes over all layers with the same tokens; with EPLB the least there are (``rebalancing``)."""
     algo: Algo = "fused"
     engine: EngineName = "aiv"
     skew: str = "uniform"

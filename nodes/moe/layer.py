@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from cmnet.errors import CorruptError
 from nodes.model.body import I64, U64
+from nodes.moe import layout
 from nodes.moe.arrivals import Arrivals, Bools
-from nodes.moe.layout import Tokens
+from nodes.moe.layout import TokenRows, Tokens
 from nodes.moe.placement import Placement
 
 Key = tuple[int, int, int]
@@ -35,23 +38,91 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Ranks that dispatch, with tokens or without."""
     experts: I64
     """Ranks that serve experts."""
-    placement: Placement
+    placements: tuple[Placement, ...]
+    """Of each layer; the one of all, if there is one only."""
     batch: int
     """The most tokens of a source."""
 
+    def placement(self, layer: int) -> Placement:
+        """Who holds what in this layer."""
+        return self.placements[layer % len(self.placements)]
+
 
 class Layer:
-    """One layer of one step at this node."""
+    """One layer of one step at this node. Local ranks count from 0."""
 
-    __slots__ = ("arrivals", "filled", "refused", "results", "timers", "unsent")
+    __slots__ = ("arrivals", "by_expert", "filled", "refused", "results", "timers", "unsent")
 
-    def __init__(self) -> None:
+    def __init__(self, *, ranks: int, experts: int) -> None:
+        """``experts``: the shared one included."""
         self.arrivals: dict[Phase, Arrivals] = {}
         self.timers: dict[Phase, Any] = {}
-        self.results: U64 | None = None
-        """[local ranks, batch, slots, words]"""
-        self.filled: Bools | None = None
+        self.by_expert: I64 = np.zeros((ranks, experts), dtype=np.int64)
+        """[local ranks, experts] rows that came."""
+        self.results: U64 = np.empty((0, 0, 0, 0), dtype=np.uint64)
+        """[local ranks, batch, slots, words], once a rank has dispatched"""
+        self.filled: Bools = np.empty((0, 0, 0), dtype=np.bool_)
         self.refused: Bools | None = None
         """[local ranks, sources] whose rows are not taken: they did not all come."""
         self.unsent: dict[int, Tokens] = {}
         """Tokens of local ranks that wait for the counts (unfused)."""
+
+    def await_results(self, *, batch: int, slots: int, words: int) -> None:
+        """Room for the results of all local ranks' tokens."""
+        if not self.filled.size:
+            ranks = len(self.by_expert)
+            self.results = np.zeros((ranks, batch, slots, words), dtype=np.uint64)
+            self.filled = np.zeros((ranks, batch, slots), dtype=np.bool_)
+
+    def count_rows(self, local: I64, experts: I64) -> None:
+        """Rows [n] for experts of local ranks came."""
+        flat = local * self.by_expert.shape[1] + experts
+        counts = np.bincount(flat, minlength=self.by_expert.size)
+        self.by_expert += counts.reshape(self.by_expert.shape)
+
+    def take_rows(self, at_ps: I64, *, first: int, vector_words: int) -> TokenRows:
+        """Rows for the experts of those local ranks [ranks] whose instant is not -1, by rank, expert,
+        source and slot; they are kept no longer. ``first``: the first local rank."""
+        arrivals = self.arrivals["dispatch"]
+        rows = layout.joined(arrivals.rows, vector_words)
+        arrivals.rows = []
+        if at_ps.min() < 0 or self.refused is not None:
+            local = rows.targets - first
+            chosen = at_ps.take(local) >= 0
+            arrivals.rows = [rows.chosen(np.flatnonzero(~chosen))]
+            if self.refused is not None:
+                chosen &= ~self.refused[local, rows.sources]
+            rows = rows.chosen(np.flatnonzero(chosen))
+        order = layout.order_by(rows.targets - first, rows.experts, rows.sources, rows.slots)
+        return rows.chosen(order)
+
+    def put_results(self, local: I64, slots: I64, results: U64) -> None:
+        """Results [n, words] came for the slots (token, k) of local ranks."""
+        flat = local * self.filled[0].size + slots
+        self.results.reshape(self.filled.size, -1)[flat] = results
+        self.filled.reshape(-1)[flat] = True
+
+    def results_of(self, local: I64, numbers: I64) -> tuple[U64, Bools]:
+        """Results [n, slots, words] of tokens [n] of local ranks, and which are here [n, slots]."""
+        ranks, batch, slots = self.filled.shape
+        flat = local * batch + numbers
+        results = self.results.reshape(ranks * batch, slots, -1).take(flat, axis=0)
+        return results, self.filled.reshape(-1, slots).take(flat, axis=0)
+
+
+class Samples:
+    """How long operators took here: from the first one's begin to the last row or flag, a sample a layer."""
+
+    def __init__(self) -> None:
+        self._ps: dict[Phase, array[int]] = {"dispatch": array("q"), "combine": array("q")}
+
+    def add(self, phase: Phase, arrivals: Arrivals) -> None:
+        """All local ranks are complete."""
+        began_ps = arrivals.began_ps[arrivals.began_ps >= 0]
+        if phase in self._ps and len(began_ps):
+            last_ps = arrivals.last_ps[arrivals.wanted].max()
+            self._ps[phase].append(int(last_ps - began_ps.min()))
+
+    def statistics(self) -> dict[str, list[int]]:
+        """In ps."""
+        return {f"{phase}_ps": samples.tolist() for phase, samples in self._ps.items()}

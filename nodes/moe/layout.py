@@ -12,7 +12,7 @@ begin with expert 0: a convoy worth 40 to 50 us at EP 256.) Does not own when (`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,13 @@ from nodes.model.tiles import Tiling, tile, untile
 
 U8 = npt.NDArray[np.uint8]
 
-TOKEN = np.dtype([("expert", "<i4"), ("slot", "<u4"), ("token", "<u4"), ("k", "<u4")])
-RESULT = np.dtype([("token", "<u4"), ("k", "<u4")])
+TOKEN_WORDS = 2
+"""expert | slot << 32, token | k << 32"""
+RESULT_WORDS = 1
+"""token | k << 32"""
 BEGAN_BYTES = 8
+_LOW = np.uint64(0xFFFF_FFFF)
+_HIGH = np.uint64(32)
 
 
 class Tokens(NamedTuple):
@@ -39,10 +43,13 @@ class Tokens(NamedTuple):
     vectors: U64
     """[n, vector_words]"""
 
-    def chosen(self, index: Any) -> Tokens:
+    def chosen(self, index: I64) -> Tokens:
         """Some of the tokens."""
         return Tokens(
-            self.ranks[index], self.numbers[index], self.experts[index], self.vectors[index]
+            ranks=self.ranks.take(index),
+            numbers=self.numbers.take(index),
+            experts=self.experts.take(index, axis=0),
+            vectors=self.vectors.take(index, axis=0),
         )
 
 
@@ -54,6 +61,26 @@ def all_tokens(parts: list[Tokens]) -> Tokens:
         experts=np.concatenate([part.experts for part in parts]),
         vectors=np.concatenate([part.vectors for part in parts]),
     )
+
+
+class Outgoing(NamedTuple):
+    """Tokens that leave, a row for each (token, expert)."""
+
+    targets: I64
+    """[n], rank that has the expert"""
+    sources: I64
+    """[n], rank that the token is of"""
+    slots: I64
+    experts: I64
+    tokens: I64
+    """[n], the token's number in its rank's batch"""
+    k: I64
+    of: I64
+    """[n], index among the tokens"""
+
+    def chosen(self, index: I64) -> Outgoing:
+        """Some of the rows."""
+        return Outgoing(*(part.take(index) for part in self))
 
 
 class TokenRows(NamedTuple):
@@ -70,9 +97,17 @@ class TokenRows(NamedTuple):
     vectors: U64
     """[n, vector_words]"""
 
-    def chosen(self, index: Any) -> TokenRows:
+    def chosen(self, index: I64) -> TokenRows:
         """Some of the rows."""
-        return TokenRows(*(part[index] for part in self))
+        return TokenRows(
+            targets=self.targets.take(index),
+            sources=self.sources.take(index),
+            slots=self.slots.take(index),
+            experts=self.experts.take(index),
+            tokens=self.tokens.take(index),
+            k=self.k.take(index),
+            vectors=self.vectors.take(index, axis=0),
+        )
 
 
 class ResultRows(NamedTuple):
@@ -88,50 +123,46 @@ class ResultRows(NamedTuple):
     """[n, result_words]"""
 
 
-def pack_tokens(rows: TokenRows, tiling: Tiling) -> U8:
-    """Token messages [n, bytes]."""
-    data = np.empty((len(rows.tokens), TOKEN.itemsize + tiling.item_bytes), dtype=np.uint8)
-    meta = np.empty(len(rows.tokens), dtype=TOKEN)
-    meta["expert"], meta["slot"] = rows.experts, rows.slots
-    meta["token"], meta["k"] = rows.tokens, rows.k
-    data[:, : TOKEN.itemsize] = meta.view(np.uint8).reshape(-1, TOKEN.itemsize)
-    data[:, TOKEN.itemsize :] = _octets(tile(rows.vectors, tiling), tiling)
-    return data
+def pack_tokens(rows: Outgoing, vectors: U64, tiling: Tiling) -> U8:
+    """Token messages [n, bytes] of rows whose tokens have these vectors."""
+    data = np.empty((len(rows.of), TOKEN_WORDS + tiling.item_bytes // 8), dtype="<u8")
+    data[:, 0] = rows.experts | rows.slots << 32
+    data[:, 1] = rows.tokens | rows.k << 32
+    data[:, TOKEN_WORDS:] = _tiled(vectors, tiling).take(rows.of, axis=0)
+    return data.view(np.uint8)
 
 
 def unpack_tokens(targets: I64, sources: I64, data: U8, tiling: Tiling) -> TokenRows:
     """Rows of token messages [n, bytes]. CorruptError where a carried byte is not as its tile."""
-    meta = _meta(data, TOKEN)
+    words = data.view("<u8")
     return TokenRows(
         targets=targets,
         sources=sources,
-        slots=meta["slot"].astype(np.int64),
-        experts=meta["expert"].astype(np.int64),
-        tokens=meta["token"].astype(np.int64),
-        k=meta["k"].astype(np.int64),
-        vectors=_words(data, TOKEN.itemsize, tiling),
+        slots=(words[:, 0] >> _HIGH).view(np.int64),
+        experts=(words[:, 0] & _LOW).astype(np.uint32).view(np.int32).astype(np.int64),
+        tokens=(words[:, 1] & _LOW).view(np.int64),
+        k=(words[:, 1] >> _HIGH).view(np.int64),
+        vectors=_untiled(words[:, TOKEN_WORDS:], tiling),
     )
 
 
 def pack_results(tokens: I64, k: I64, results: U64, tiling: Tiling) -> U8:
     """Result messages [n, bytes]."""
-    data = np.empty((len(tokens), RESULT.itemsize + tiling.item_bytes), dtype=np.uint8)
-    meta = np.empty(len(tokens), dtype=RESULT)
-    meta["token"], meta["k"] = tokens, k
-    data[:, : RESULT.itemsize] = meta.view(np.uint8).reshape(-1, RESULT.itemsize)
-    data[:, RESULT.itemsize :] = _octets(tile(results, tiling), tiling)
-    return data
+    data = np.empty((len(tokens), RESULT_WORDS + tiling.item_bytes // 8), dtype="<u8")
+    data[:, 0] = tokens | k << 32
+    data[:, RESULT_WORDS:] = _tiled(results, tiling)
+    return data.view(np.uint8)
 
 
 def unpack_results(targets: I64, sources: I64, data: U8, tiling: Tiling) -> ResultRows:
     """Rows of result messages [n, bytes]. CorruptError as ``unpack_tokens``."""
-    meta = _meta(data, RESULT)
+    words = data.view("<u8")
     return ResultRows(
         targets=targets,
         sources=sources,
-        tokens=meta["token"].astype(np.int64),
-        k=meta["k"].astype(np.int64),
-        results=_words(data, RESULT.itemsize, tiling),
+        tokens=(words[:, 0] & _LOW).view(np.int64),
+        k=(words[:, 0] >> _HIGH).view(np.int64),
+        results=_untiled(words[:, RESULT_WORDS:], tiling),
     )
 
 
@@ -160,12 +191,26 @@ def joined(parts: list[TokenRows], vector_words: int) -> TokenRows:
     return TokenRows(none, none, none, none, none, none, empty)
 
 
+def order_by(*keys: I64) -> I64:
+    """The stable order of rows [n] by the first key, equal ones by the second, and so on. Keys below
+    2^16 are sorted by their digits: many times faster than ``lexsort``."""
+    order: I64 | None = None
+    for key in reversed(keys):
+        if order is not None:
+            key = key.take(order)
+        small = key.astype(np.uint16) if len(key) and key.max() < 1 << 16 else key
+        step = np.argsort(small, kind="stable")
+        order = step if order is None else order.take(step)
+    assert order is not None, "no key"
+    return order
+
+
 def running_index(groups: I64) -> I64:
     """How many earlier entries [n] are of the same group, entry by entry."""
     if not len(groups):
         return np.empty(0, dtype=np.int64)
-    order = np.argsort(groups, kind="stable")
-    ordered = groups[order]
+    order = order_by(groups)
+    ordered = groups.take(order)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     lengths = np.diff(np.r_[starts, len(groups)])
     index = np.empty(len(groups), dtype=np.int64)
@@ -173,13 +218,15 @@ def running_index(groups: I64) -> I64:
     return index
 
 
-def _octets(data: bytes | memoryview, tiling: Tiling) -> U8:
-    return np.frombuffer(data, dtype=np.uint8).reshape(-1, tiling.item_bytes)
+def _tiled(items: U64, tiling: Tiling) -> U64:
+    """Items [n, words] as they are carried [n, item_bytes / 8]."""
+    if tiling.copies == 1 and tiling.tail_copies <= 1:
+        return items
+    data = np.frombuffer(tile(items, tiling), dtype="<u8")
+    return data.reshape(len(items), tiling.item_bytes // 8)
 
 
-def _meta(data: U8, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(data[:, : dtype.itemsize]).view(dtype)[:, 0]
-
-
-def _words(data: U8, offset: int, tiling: Tiling) -> U64:
-    return untile(np.ascontiguousarray(data[:, offset:]).reshape(-1).data, tiling)
+def _untiled(words: U64, tiling: Tiling) -> U64:
+    if tiling.copies == 1 and tiling.tail_copies <= 1:
+        return words
+    return untile(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data, tiling)

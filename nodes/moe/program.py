@@ -9,10 +9,12 @@ messages (``exchange``), experts (``experts``) nor the check of tokens (``verify
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cmnet.errors import PeerDeadError
 from cmnet.launch.agent import Context, Program
 from cmnet.topology.machine import Machine
 from nodes.model import bodies
@@ -26,6 +28,9 @@ from nodes.moe.job import DISTINCT_ROWS, FIRST_SEED, PERIOD_PS, MoeJob
 from nodes.moe.layer import Group, Key, Phase, Touch
 from nodes.moe.layout import Tokens
 from nodes.moe.operators import Operators
+from nodes.moe.passes import Passes
+from nodes.moe.placement import Placement
+from nodes.moe.rebalancing import StageName
 from nodes.moe.result import RankLayer
 from nodes.moe.sending import Leg
 from nodes.serving.cost import DecodeCost
@@ -99,8 +104,6 @@ class MoeNode:
             devices=job.devices,
             operators=self._operators,
             timeout_ps=job.timeout_ps,
-            touch=touch,
-            unfused=unfused,
             engine=job.engine,
             shared_buffer=shared_buffer,
         )
@@ -125,29 +128,61 @@ class MoeNode:
         self._errors: dict[tuple[Key, int], list[str]] = {}
         self._missing: frozenset[int] = frozenset()
         """Ranks that did not answer in time."""
-        self._placement = placement.initial(
+        first = placement.initial(
             experts=job.model.routed_experts,
             ep_size=job.ep_size,
             redundant=job.redundant,
             shared_ranks=job.shared_ranks,
         )
+        self._first = (first,) * job.model.carried_layers
+        self._passes = Passes(context, job, self._first, touch) if job.eplb else None
         self._lines = result.path(context.run_folder, context.name)
-        context.on_statistics = lambda: {"memory_peak_bytes": result.memory_peak_bytes()}
+        context.on_statistics = self._statistics
+
+    def _statistics(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"memory_peak_bytes": result.memory_peak_bytes()}
+        return found if self._passes is None else found | {"eplb": self._passes.statistics()}
 
     async def run(self) -> None:
-        """All steps of this node's ranks."""
+        """All passes of this node's ranks."""
         self._context.outstanding(1)
         self._context.spawn(self._experts.run(), "experts")
-        for step in range(self._job.steps):
+        for step in itertools.count():
             await self._step(step)
+            if not await self._goes_on(step):
+                break
         self._context.outstanding(-1)
+
+    async def _goes_on(self, step: int) -> bool:
+        """Whether there is another pass, when all nodes have done this one; or we stop here."""
+        if self._passes is None:
+            return step + 1 < self._job.steps
+        try:
+            return await self._passes.end()
+        except PeerDeadError as error:
+            self._stop(step + 1, str(error))
+            return False
+
+    def _placements(self) -> tuple[Placement, ...]:
+        """In force in this pass."""
+        return self._first if self._passes is None else self._passes.now.placements
+
+    def _stage(self) -> StageName:
+        return "" if self._passes is None else self._passes.now.stage
 
     async def _step(self, step: int) -> None:
         everyone = np.arange(self._job.ep_size)
         group = Group(
-            sources=everyone, experts=everyone, placement=self._placement, batch=self._job.batch
+            sources=everyone,
+            experts=everyone,
+            placements=self._placements(),
+            batch=self._job.batch,
         )
         self._exchange.begin(0, step, group)
+        if self._missing:
+            self._exchange.exclude(self._missing)
+        if self._passes is not None:
+            self._passes.begin()
         for rank in self._local:
             self._ranks[rank] = _Rank(self._start(rank))
             ready = Ready(step, -1, rank, self._loop.now_ps, self._loop.now_ps)
@@ -184,6 +219,8 @@ class MoeNode:
         states = np.concatenate([rank.states for rank in ranks])
         of_rank = np.repeat([ready.rank for ready in lot], [len(rank.states) for rank in ranks])
         gate = body.gate(states, layer=layer)
+        if self._passes is not None:
+            self._passes.count(layer, gate.experts)
         tokens = Tokens(
             ranks=of_rank,
             numbers=np.concatenate([rank.index for rank in ranks]),
@@ -205,10 +242,11 @@ class MoeNode:
         """Those tokens none of whose experts is gone; the others are lost."""
         if not self._missing:
             return tokens
+        held = self._placements()[key[2]]
         gone = [
             expert
-            for expert in range(self._placement.experts)
-            if self._missing.issuperset(self._placement.replicas(expert))
+            for expert in range(held.experts)
+            if self._missing.issuperset(held.replicas(expert))
         ]
         lost: Bools = np.logical_or.reduce(np.isin(tokens.experts, gone), axis=1)
         for rank in legs:
@@ -216,7 +254,7 @@ class MoeNode:
             if count:
                 experts = np.intersect1d(tokens.experts[tokens.ranks == rank], gone).tolist()
                 self._say(key, rank, f"{count} tokens for experts {_few(experts)} of missing ranks")
-        return tokens.chosen(~lost)
+        return tokens.chosen(np.flatnonzero(~lost))
 
     # --- combine ----------------------------------------------------------------------------------
 
@@ -239,16 +277,20 @@ class MoeNode:
 
     def _finish(self, key: Key, lot: list[Ready]) -> None:
         """Weighted sums of the results, for all tokens whose results are all here."""
+        ranks = [self._ranks[ready.rank] for ready in lot]
+        counts = [len(rank.index) for rank in ranks]
+        numbers = np.concatenate([rank.index for rank in ranks])
+        of_rank = np.repeat([ready.rank for ready in lot], counts)
+        results, filled = self._exchange.results(key, of_rank, numbers)
+        self._exchange.results_read(key, {ready.rank: ready.read_ps for ready in lot})
+        whole = np.flatnonzero(filled.all(axis=1))
+        states = self._combine(ranks, results, whole, key[2])
+        edges = np.searchsorted(whole, np.cumsum([0, *counts]))
         lines = []
-        for ready in lot:
-            rank = self._ranks[ready.rank]
-            results, filled = self._exchange.results(key, ready.rank, self._job.batch)
-            whole: Bools = np.logical_and.reduce(filled[rank.index], axis=1)
-            self._exchange.results_read(key, {ready.rank: ready.read_ps})
-            self._combine(rank, results[rank.index[whole]], whole, key[2])
-            lines.append(result.encode(self._line(key, ready, whole)) + b"\n")
-        with self._lines.open("ab") as file:  # whole lines, for who reads it while the run goes on
-            file.write(b"".join(lines))
+        for ready, rank, begin, end in zip(lot, ranks, edges[:-1], edges[1:], strict=True):
+            rank.index, rank.states = numbers[whole[begin:end]], states[begin:end]
+            lines.append(self._line(key, ready))
+        self._write(lines)
         if all(self._is_past(key, rank) for rank in self._local):
             self._exchange.end((0, key[1], key[2] - 1))
 
@@ -256,17 +298,21 @@ class MoeNode:
         arrivals = self._exchange.arrivals(key, "combine")
         return bool(arrivals.done[rank - self._exchange.first])
 
-    def _combine(self, rank: _Rank, results: U64, whole: Bools, layer: int) -> None:
-        top_k = self._job.model.top_k
-        states, weights = rank.states[whole], rank.weights[whole]
-        rank.index = rank.index[whole]
-        words = self._body.result_words
+    def _combine(self, ranks: list[_Rank], results: U64, whole: I64, layer: int) -> Array:
+        """States of the tokens ``whole`` [n], of those of all these ranks, after the layer."""
+        top_k, words = self._job.model.top_k, self._body.result_words
+        states = np.concatenate([rank.states for rank in ranks])[whole]
+        weights = np.concatenate([rank.weights for rank in ranks])[whole]
+        if len(whole) < len(results):
+            results = results[whole]
         routed = self._touch("results", results[:, :top_k].reshape(len(results) * top_k, words))
         slots = self._touch("slots", np.arange(top_k))
-        routed = routed.reshape(len(results), top_k, words)[:, slots]
+        routed = routed.reshape(len(results), top_k, words)
+        if len(slots) != top_k or (slots != np.arange(top_k)).any():
+            routed, weights = routed[:, slots], weights[:, slots]
         shared = self._touch("shared", results[:, top_k])
-        weights = self._touch("weights", weights)[:, slots]
-        rank.states = self._body.combine(states, weights, routed, shared, layer=layer)
+        weights = self._touch("weights", weights)
+        return self._body.combine(states, weights, routed, shared, layer=layer)
 
     # --- who is late ------------------------------------------------------------------------------
 
@@ -294,10 +340,31 @@ class MoeNode:
 
     # --- what is written down ---------------------------------------------------------------------
 
+    def _write(self, lines: list[RankLayer]) -> None:
+        with self._lines.open("ab") as file:  # whole lines, for who reads it while the run goes on
+            file.write(b"".join(result.encode(line) + b"\n" for line in lines))
+
+    def _stop(self, step: int, error: str) -> None:
+        """What these ranks would have done in the next pass is lost, and so is all after it."""
+        self._write(
+            [
+                RankLayer(
+                    step=step,
+                    layer=layer,
+                    rank=rank,
+                    tokens=self._job.counts[rank],
+                    stage="stopped",
+                    error=error,
+                )
+                for layer in range(self._job.model.carried_layers)
+                for rank in self._local
+            ]
+        )
+
     def _served_one(self, served: Served) -> None:
         self._served[served.key, served.rank] = served
 
-    def _line(self, key: Key, ready: Ready, whole: Bools) -> RankLayer:
+    def _line(self, key: Key, ready: Ready) -> RankLayer:
         rank, local = self._ranks[ready.rank], ready.rank - self._exchange.first
         served = self._served.pop((key, ready.rank), None)
         flags = {
@@ -319,6 +386,7 @@ class MoeNode:
             dispatch_flags_ps=flags["dispatch"],
             combine_flags_ps=flags["combine"],
             sent_rows=rank.sent.astype("<i4").tobytes(),
+            stage=self._stage(),
             error="; ".join(self._errors.pop((key, ready.rank), [])),
         )
 

@@ -310,10 +310,20 @@ def _waits(sources: Sources) -> dict[str, Any]:
     told, found = sources.told, {}
     for name, matrix in (
         ("dispatch", sources.seen.dispatch_waits()),
-        ("combine", sources.seen.combine_waits()),
+        ("combine", sources.seen.combine_waits(start_ps=_operators(told).combine_start_ps)),
     ):
         finding = waits.judge(matrix, names=list(told.die_of_rank))
         found[name] = msgspec.json.decode(
             msgspec.json.encode(finding)
         )  # lists, as it is read again
     return found
+
+
+def _operators(told: Told) -> Operators:
+    job = told.job
+    return Operators(
+        ep_size=job.ep_size,
+        model=job.model,
+        engine_start_ps=told.engine_start_ps,
+        unfused=job.algo == "unfused",
+    )

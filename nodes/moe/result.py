@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from nodes.model.body import I64, U64
+from nodes.moe import rebalancing
 
 PATTERN = "moe-*.jsonl"
 
@@ -43,6 +44,8 @@ class RankLayer(msgspec.Struct, frozen=True, kw_only=True):
     """int64 [ep_size]: when each expert rank's flag of the combine was here; -1 where it never was."""
     sent_rows: bytes = b""
     """int32 [ep_size]: rows sent to each rank."""
+    stage: rebalancing.StageName = ""
+    """Of the pass, at this rank."""
     error: str = ""
     """Why it has no result, naming the ranks that were missing."""
 

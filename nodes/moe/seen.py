@@ -15,7 +15,7 @@ import numpy as np
 
 from cmnet.errors import InputError
 from nodes.model.body import I64
-from nodes.moe import result
+from nodes.moe import result, waits
 from nodes.moe.result import RankLayer
 from nodes.moe.setup import Told
 
@@ -34,7 +34,8 @@ class Seen:
         """Rows from rank to rank, over all layers."""
         self.errors: list[dict[str, Any]] = []
         self._dispatch = _Waits(ranks)
-        self._combine = _Waits(ranks)
+        self._results: dict[tuple[int, int, int], I64] = {}
+        """(step, layer, rank) -> when each flag of its combine was here."""
 
     def take(self, line: RankLayer) -> None:
         """One line."""
@@ -45,7 +46,8 @@ class Seen:
         if len(sent := result.sent_rows(line)) == ranks:
             self.sent[line.step, line.rank] += sent
         self._dispatch.take(line.rank, line.began_ps, result.instants(line.dispatch_flags_ps))
-        self._combine.take(line.rank, line.combine_began_ps, result.instants(line.combine_flags_ps))
+        if len(flags_ps := result.instants(line.combine_flags_ps)) == ranks:
+            self._results[at] = flags_ps
         if line.error:
             place = {"step": line.step, "layer": line.layer, "rank": line.rank}
             self.errors.append(place | {"error": line.error})
@@ -54,9 +56,22 @@ class Seen:
         """Mean wait [targets, sources] of each rank for each other's flag; -1 where one never came."""
         return self._dispatch.mean()
 
-    def combine_waits(self) -> I64:
-        """As ``dispatch_waits``."""
-        return self._combine.mean()
+    def combine_waits(self, *, start_ps: int) -> I64:
+        """Mean transit [targets, sources] of each rank's results, from the begin of that rank's own
+        operator, as for equally many rows everywhere (``waits.levelled``); -1 where a flag never came."""
+        ranks = self.rows.shape[2]
+        sums: I64 = np.zeros((ranks, ranks), dtype=np.int64)
+        counts, never = sums.copy(), np.zeros((ranks, ranks), dtype=np.bool_)
+        for (step, layer, rank), flags_ps in self._results.items():
+            began_ps = self.combine_began_ps[step, layer]
+            known = (flags_ps >= 0) & (began_ps >= 0)
+            sums[rank] += np.where(known, flags_ps - began_ps, 0)
+            counts[rank] += known
+            never[rank] |= flags_ps < 0
+        transits = np.where(never | (counts == 0), waits.NEVER, sums // np.maximum(counts, 1))
+        served = np.maximum((self.combine_began_ps >= 0).sum(axis=(0, 1)), 1)
+        rows = self.rows.sum(axis=(0, 1)) / served
+        return waits.levelled(transits, rows=rows, start_ps=start_ps)
 
 
 class _Waits:

@@ -5,13 +5,15 @@ Owns the order of messages and which slot each goes to. Does not own bytes (``la
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from nodes.model.body import I64
+from nodes.model.body import I64, U64
+from nodes.model.tiles import Tiling
 from nodes.moe import layout
-from nodes.moe.layout import U8, TokenRows, Tokens
+from nodes.moe.layout import U8, Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.table import Table
 
 
@@ -31,9 +33,15 @@ class Writes(NamedTuple):
     ready_ps: I64
     data: U8
 
-    def chosen(self, index: Any) -> Writes:
+    def chosen(self, index: I64) -> Writes:
         """Some of the messages."""
-        return Writes(*(part[index] for part in self))
+        return Writes(
+            sources=self.sources.take(index),
+            targets=self.targets.take(index),
+            charged_bytes=self.charged_bytes.take(index),
+            ready_ps=self.ready_ps.take(index),
+            data=self.data.take(index, axis=0),
+        )
 
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -43,7 +51,7 @@ NOTHING = Writes(_NONE, _NONE, _NONE, _NONE, np.empty((0, 0), dtype=np.uint8))
 
 def token_rows(
     tokens: Tokens, routed: I64, held: Table, *, shared_expert: int, max_tokens: int
-) -> TokenRows:
+) -> Outgoing:
     """A row for each (token, expert) in (token, k) order, the shared expert last. ``routed`` [n, top_k]
     are the ranks of the replicas; ``max_tokens``: slots of a source at a target."""
     count, top_k = tokens.experts.shape
@@ -52,34 +60,98 @@ def token_rows(
     experts[:, :-1] = tokens.experts
     targets = np.empty((count, slots), dtype=np.int64)
     targets[:, :-1] = routed
-    targets[:, -1] = held.shared[tokens.ranks]
+    targets[:, -1] = held.shared.take(tokens.ranks)
     sources, to = np.repeat(tokens.ranks, slots), targets.ravel()
-    running = layout.running_index(sources * len(held.shared) + to)
-    return TokenRows(
+    first = int(tokens.ranks.min(initial=0))
+    running = layout.running_index((sources - first) * len(held.shared) + to)
+    return Outgoing(
         targets=to,
         sources=sources,
         slots=sources * max_tokens + running,
         experts=experts.ravel(),
         tokens=np.repeat(tokens.numbers, slots),
         k=np.tile(np.arange(slots), count),
-        vectors=np.repeat(tokens.vectors, slots, axis=0),
+        of=np.repeat(np.arange(count), slots),
     )
 
 
 def result_order(rows: TokenRows) -> I64:
     """The order in which experts' ranks write results: by rank, then (token, k, source)."""
-    return np.lexsort((rows.sources, rows.k, rows.tokens, rows.targets))
+    return layout.order_by(rows.targets, rows.tokens, rows.k, rows.sources)
+
+
+def token_writes(
+    tokens: Tokens,
+    rows: Outgoing,
+    legs: dict[int, Leg],
+    *,
+    stages_ps: I64,
+    charged_bytes: int,
+    tiling: Tiling,
+) -> tuple[TokenRows, I64, Writes]:
+    """Rows that stay at their rank with the instants at which they are there, and the writes of all
+    others. ``stages_ps``: when each token of a rank may be written, from its first stage on."""
+    ready_ps = first_ps(legs, rows.sources) + stages_ps.take(rows.tokens)
+    here = rows.sources == rows.targets
+    own, away = np.flatnonzero(here), np.flatnonzero(~here)
+    stay, leave = rows.chosen(own), rows.chosen(away)
+    writes = Writes(
+        sources=leave.sources,
+        targets=leave.targets,
+        charged_bytes=np.full(len(away), charged_bytes, dtype=np.int64),
+        ready_ps=ready_ps.take(away),
+        data=layout.pack_tokens(leave, tokens.vectors, tiling),
+    )
+    mine = TokenRows(*stay[:6], vectors=tokens.vectors.take(stay.of, axis=0))
+    return mine, ready_ps.take(own), writes
+
+
+def result_writes(
+    rows: TokenRows,
+    results: U64,
+    legs: dict[int, Leg],
+    *,
+    stages_ps: Callable[[int], I64],
+    charged_bytes: int,
+    tiling: Tiling,
+) -> tuple[ResultRows, I64, Writes]:
+    """As ``token_writes``, for the results [n, words] of rows on their way back. ``stages_ps`` of a
+    number of rows: when each may be written, from the first copy on."""
+    order = result_order(rows)
+    sources, targets = rows.sources.take(order), rows.targets.take(order)
+    tokens, k = rows.tokens.take(order), rows.k.take(order)
+    running = layout.running_index(targets)
+    ready_ps = first_ps(legs, targets)
+    ready_ps += stages_ps(int(running.max(initial=0)) + 1).take(running)
+    here = sources == targets
+    own, away = np.flatnonzero(here), np.flatnonzero(~here)
+    mine = ResultRows(
+        targets=sources.take(own),
+        sources=targets.take(own),
+        tokens=tokens.take(own),
+        k=k.take(own),
+        results=results.take(order.take(own), axis=0),
+    )
+    leaving = results.take(order.take(away), axis=0)
+    writes = Writes(
+        sources=targets.take(away),
+        targets=sources.take(away),
+        charged_bytes=np.full(len(away), charged_bytes, dtype=np.int64),
+        ready_ps=ready_ps.take(away),
+        data=layout.pack_results(tokens.take(away), k.take(away), leaving, tiling),
+    )
+    return mine, ready_ps.take(own), writes
 
 
 def dispatch_flags(
-    rows: TokenRows, legs: dict[int, Leg], experts: I64, held: Table, *, flag_bytes: int
+    rows: Outgoing, legs: dict[int, Leg], experts: I64, held: Table, *, flag_bytes: int
 ) -> Writes:
     """A flag of each leg to each rank with experts, with a count for each of its experts."""
     ep_size = len(held.shared)
     leg_of = np.full(ep_size, -1, dtype=np.int64)
     leg_of[list(legs)] = np.arange(len(legs))
-    slot = held.local_slot[rows.targets, rows.experts]
-    flat = (leg_of[rows.sources] * ep_size + rows.targets) * held.slots + slot
+    slot = held.local_slot.ravel().take(rows.targets * held.local_slot.shape[1] + rows.experts)
+    flat = (leg_of.take(rows.sources) * ep_size + rows.targets) * held.slots + slot
     counts = np.bincount(flat, minlength=len(legs) * ep_size * held.slots)
     per_target = counts.reshape(len(legs), ep_size, held.slots)[:, experts]
     charged = flag_bytes * np.maximum(held.written[experts], 1)
@@ -92,7 +164,7 @@ def combine_flags(
     """A flag of each leg to each source ``to``, with the count of its results for it."""
     leg_of = np.full(ep_size, -1, dtype=np.int64)
     leg_of[list(legs)] = np.arange(len(legs))
-    flat = leg_of[rows.targets] * ep_size + rows.sources
+    flat = leg_of.take(rows.targets) * ep_size + rows.sources
     counts = np.bincount(flat, minlength=len(legs) * ep_size).reshape(len(legs), ep_size)
     charged = np.full(len(to), flag_bytes, dtype=np.int64)
     return _flags(legs, to, counts[:, to].reshape(-1, 1), charged)
@@ -114,12 +186,12 @@ def first_ps(legs: dict[int, Leg], ranks: I64) -> I64:
     """When the first stage of each rank [n] may begin."""
     of_rank = np.zeros(max(legs) + 1, dtype=np.int64)
     of_rank[list(legs)] = [leg.first_ps for leg in legs.values()]
-    return of_rank[ranks]
+    return of_rank.take(ranks)
 
 
-def rows_sent(rows: TokenRows, legs: dict[int, Leg], *, ep_size: int) -> I64:
+def rows_sent(rows: Outgoing, legs: dict[int, Leg], *, ep_size: int) -> I64:
     """Rows that each leg sends to each rank [legs, ep_size]."""
     leg_of = np.full(ep_size, -1, dtype=np.int64)
     leg_of[list(legs)] = np.arange(len(legs))
-    flat = leg_of[rows.sources] * ep_size + rows.targets
+    flat = leg_of.take(rows.sources) * ep_size + rows.targets
     return np.bincount(flat, minlength=len(legs) * ep_size).reshape(len(legs), ep_size)

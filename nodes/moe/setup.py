@@ -87,6 +87,7 @@ def make_job(machine: Machine, options: Options) -> MoeJob:
         timeout_ps=serving.step_timeout.amount,
     )
     _check_placement(job)
+    _check_eplb(job)
     _check_skew(job)
     _check_memory(machine, job)
     return job
@@ -208,6 +209,15 @@ def _check_placement(job: MoeJob) -> None:
     except ValueError as error:
         value = f"{job.ep_size} with --redundant {job.redundant}"
         raise values.wrong("--ep", value, f"ranks that all hold as much: {error}") from None
+
+
+def _check_eplb(job: MoeJob) -> None:
+    """While experts move, each needs a place where it is; so some slot must not hold an only replica."""
+    if not job.eplb or job.redundant:
+        return
+    ranks = job.ep_size - job.shared_ranks
+    right = f"{ranks} or a multiple of it: without a slot for a replica, --eplb on can move nothing"
+    raise values.wrong("--redundant", job.redundant, right)
 
 
 def _check_skew(job: MoeJob) -> None:

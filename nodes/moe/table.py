@@ -26,7 +26,7 @@ class Table(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """[ep_size] rank that computes the shared expert of a rank's tokens."""
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=128)
 def table(placement: Placement, experts: int) -> Table:
     """The arrays of a placement of so many routed experts. Made once for each placement."""
     ep_size = len(placement.slots)
@@ -51,7 +51,8 @@ def check_held(held: Table, rows: TokenRows, *, shared_expert: int) -> None:
     inside = (rows.experts >= 0) & (rows.experts <= shared_expert)
     if not inside.all():
         raise CorruptError(f"a token for expert {rows.experts[~inside][0]}", definite=True)
-    slot = held.local_slot[rows.targets, rows.experts]
+    flat = rows.targets * held.local_slot.shape[1] + rows.experts
+    slot = held.local_slot.ravel().take(flat)
     if slot.min(initial=0) < 0:
         wrong = int(np.argmin(slot))
         where = f"rank {rows.targets[wrong]} does not hold expert {rows.experts[wrong]}"

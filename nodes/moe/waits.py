@@ -1,7 +1,11 @@
 """Who is slow: a rule over the waits of a dispatch or a combine. Pure.
 
-Owns the rule. Does not own measuring: a destination's wait for a source is how long after the beginning of
-its own operator that source's flag was there, 0 if it was there already, -1 if it never came.
+Owns the rule. Does not own measuring (``seen``). In a dispatch a destination's wait for a source is how long
+after the beginning of its own operator that source's flag was there, 0 if it was there already. In a combine
+ranks begin when their experts are done, and one whose experts got more rows begins later and has more to
+write: that is load and nobody's fault. So there it is how long after the beginning of the *source's* operator
+its flag was there, as for equally many rows everywhere (``levelled``): who computes for long is not named. A
+flag that never came is -1 in both.
 
 The rule. A wait is high if it is more than MULTIPLE times what is usual beside it, and what is usual counts
 at least as FLOOR_PS. In this order, each step without what the steps before it named:
@@ -81,6 +85,26 @@ def judge(waits: I64, *, names: Sequence[str] | None = None) -> Finding:
         return Finding(kind="none", text="none stands out")
     text = "; ".join(finding.text for finding in found)
     return msgspec.structs.replace(found[0], text=text, also=tuple(found[1:]))
+
+
+def levelled(transits: I64, *, rows: npt.NDArray[np.float64], start_ps: int) -> I64:
+    """Transits [destinations, sources] of a combine as they would be if all sources had the mean of ``rows``
+    [sources] to write. NEVER stays.
+
+    A source needs ``start_ps``, then the same time for each row: what the quickest quarter of them needs (so
+    even when most sources are slow, those are seen against the rest). At EP 320 and batch 96 sources have
+    from 276 to 1,511 rows, and their middle transits are from 41 to 172 us; levelled, from 94 to 105 us.
+    """
+    others = ~np.eye(len(transits), dtype=bool)
+    known = others & (transits >= 0)
+    middle = _usual(transits.T, known.T, 2)
+    some = known.any(axis=0) & (rows > 0)
+    if not some.any():
+        return transits
+    each_ps = np.sort(np.maximum(middle[some] - start_ps, 0) / rows[some])
+    need_ps = start_ps + rows * each_ps[(len(each_ps) - 1) // 4]
+    scale = need_ps[known.any(axis=0)].mean() / np.maximum(need_ps, 1)
+    return np.where(transits >= 0, (transits * scale).astype(np.int64), NEVER)
 
 
 class _Waits:
