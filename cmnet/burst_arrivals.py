@@ -5,9 +5,9 @@ Does not own the single messages of those ports (``messages.IngressPort``), with
 in one order, nor the compiled arithmetic (``link.port_kernels``).
 
 Messages are quiet; a frame of flags is an event, at the instant when the first byte of its last flag is
-in. Then, if somebody wants it, all rows of any burst with a first byte up to now are settled at every port: exactly, since
-whatever could come before them is known. All that is settled and was not handed over is handed over, as
-a ``Bundle`` for each head, messages before flags. A delivery may so lie ahead of now, by the time that
+in. Then, if somebody wants it, all rows of any burst with a first byte up to now are settled at every
+port: exactly, since whatever could come before them is known. All that is settled and was not handed
+over is handed over, as a ``Bundle`` for each head, messages before flags. A delivery may so lie ahead of now, by the time that
 the last flags take, and is final.
 
 Rows are in memory as the frames brought them, joined to one table when some are to be settled; there
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cmnet.errors import FrameError
-from cmnet.messages import Arrival, IngressPort, Payload
+from cmnet.errors import CorruptError, FrameError
+from cmnet.messages import Arrival, IngressPort, Payload, Repeat
 from cmnet.topology.machine import Plane
 from cmnet.units import NEVER_PS
 from cmnet.wire import frames
@@ -144,7 +144,35 @@ class BurstArrivals:
         """Rows that are settled and not handed over."""
         self.wanted: dict[int, Wanted] = {}
         """By kind; without, every frame of flags is wanted."""
+        self.repeats: dict[int, Repeat] = {}
+        """How the data of messages of a kind is carried, the same in all processes; once, if not said."""
         self._forget_all()
+
+    def repeat_of(self, kind: int, width: int) -> Repeat:
+        """How data of this width is carried."""
+        repeat = self.repeats.get(kind)
+        if repeat is None:
+            return Repeat(width, 0, 0, 0, 0)
+        assert width in (0, repeat.data_bytes), (width, repeat)
+        return repeat
+
+    def once(self, kind: int, table: I64, data: U8) -> tuple[I64, U8]:
+        """Rows, and data as it was before it was repeated. Raises CorruptError if a byte differs."""
+        repeat = self.repeats.get(kind)
+        if repeat is None:
+            return table, data
+        from cmnet.link import port_kernels as ports
+
+        if data.shape[1] != repeat.carried_bytes:
+            raise FrameError(f"messages of {data.shape[1]} bytes, not {repeat.carried_bytes}")
+        first = np.empty((len(data), repeat.data_bytes), np.uint8)
+        wrong = ports.first_copies(data, np.array(repeat, np.int64), first)
+        if wrong >= 0:
+            devices = self._fabric.machine.devices
+            names = [devices[table[wrong, at]].name for at in (ports.SOURCE, ports.TARGET)]
+            text = f"a copy in a message of {names[0]} to {names[1]} differs from the first"
+            raise CorruptError(text, definite=True)
+        return table.copy(), first
 
     def _forget_all(self) -> None:
         self._frames: list[Arriving] = []
@@ -193,6 +221,8 @@ class BurstArrivals:
         if wrong >= 0:
             raise FrameError(f"a bundle with a message that nobody sends: {table[wrong]}")
         is_flags = not flags & frames.FLAG_QUIET
+        if not is_flags:
+            table, data = self.once(kind, table, data)
         at_ps = int(table[:, ports.FIRST].max())
         self.add(Arriving(kind, is_flags, body, window, source, sequence, at_ps, table, data))
 

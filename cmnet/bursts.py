@@ -363,14 +363,16 @@ def flush(burst: Burst) -> None:
     counts = np.zeros(groups, np.int64)
     for rows, count in pieces:
         counts += np.bincount(rows[:count, ports.GROUP], minlength=groups)
-    widths = [messages.data.shape[1] for messages in burst.tables]
+    data, flag_data = [messages.data for messages in burst.tables]
+    repeat = burst.fabric.arriving.repeat_of(burst.kind, data.shape[1])
+    widths = [repeat.carried_bytes, flag_data.shape[1]]
     frame_of, filled, of_groups, size = _plan_frames(counts, widths)
     words = np.empty(size // 8, np.int64)
     octets = words.view(np.uint8)
-    data, flag_data = [messages.data for messages in burst.tables]
+    parts = np.array(repeat, np.int64)
     for rows, count in pieces:
         ports.fill_frames(
-            rows, count, burst.index, data, flag_data, frame_of, filled, words, octets
+            rows, count, burst.index, data, flag_data, parts, frame_of, filled, words, octets
         )
     for group, frame in zip(of_groups, filled.tolist()):
         begin, count, width = frame[:3]
@@ -418,10 +420,13 @@ def _emit(burst: Burst, group: int, payload: U8, frame: list[int]) -> None:
     if peer == fabric.process:
         statistics.frames_in_node += count
         data = payload[count * ROW_BYTES :].reshape(count, width)
+        if not is_flags:
+            table, data = fabric.arriving.once(burst.kind, table, data)
         fabric.arriving.add(
             Arriving(burst.kind, is_flags, head, window, source, sequence, at_ps, table, data)
         )
         return
+    statistics.bundles += 1
     header = frames.HEADER.pack(
         len(head),
         len(payload),

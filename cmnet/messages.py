@@ -10,7 +10,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cmnet.link.port import Server
 from cmnet.link.reach import FrameFacts
@@ -257,13 +257,44 @@ class Outgoing:
         self.quiet = quiet
 
 
+class Repeat(NamedTuple):
+    """How the data of a burst's messages is carried: its first bytes once, then a part again and again,
+    then another. Charged bytes set the time; so much is carried only to be checked (design 2.2)."""
+
+    lead_bytes: int
+    body_bytes: int
+    copies: int
+    tail_bytes: int
+    tail_copies: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Of a message, each part once."""
+        return self.lead_bytes + self.body_bytes + self.tail_bytes
+
+    @property
+    def carried_bytes(self) -> int:
+        """Of a message on a socket."""
+        body_bytes = self.body_bytes * self.copies
+        return self.lead_bytes + body_bytes + self.tail_bytes * self.tail_copies
+
+
 class PlaneStatistics:
     """Counters of one plane of one process: what it sent."""
 
-    __slots__ = ("carried_bytes", "charged_bytes", "dropped", "frames", "frames_in_node")
+    __slots__ = (
+        "bundles",
+        "carried_bytes",
+        "charged_bytes",
+        "dropped",
+        "frames",
+        "frames_in_node",
+    )
 
     def __init__(self) -> None:
         self.frames = self.frames_in_node = self.dropped = 0
+        self.bundles = 0
+        """Frames on sockets that carry messages of bursts; ``frames`` counts the messages."""
         self.charged_bytes = self.carried_bytes = 0
 
     def as_dict(self) -> dict[str, int]:

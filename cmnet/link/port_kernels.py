@@ -312,13 +312,14 @@ def take_settled(states: Any, edges: Any, left: Any, taken: Any, settled: int) -
     return rows
 
 
-@_kernel(types.void, TABLE, I64, LINE, READ_DATA, READ_DATA, LINE, TABLE, LINE, OCTETS)
+@_kernel(types.void, TABLE, I64, LINE, READ_DATA, READ_DATA, LINE, LINE, TABLE, LINE, OCTETS)
 def fill_frames(
     rows: Any,
     count: int,
     index: Any,
     data: Any,
     flag_data: Any,
+    repeat: Any,
     frame_of: Any,
     frames: Any,
     words: Any,
@@ -331,7 +332,10 @@ def fill_frames(
     first byte and the sum of charged bytes. A frame has its rows, then their data.
     ``frame_of`` is the first frame of each group that is not full; the next one follows. ``index``
     says where a row of the burst has its data in ``data``, or ``flag_data`` if its group is odd.
+    ``repeat`` [5] says how often parts of ``data`` are carried, as ``messages.Repeat`` does.
     """
+    lead, body, copies = np.uint64(repeat[0]), np.uint64(repeat[1]), np.uint64(repeat[2])
+    tail, tail_copies = np.uint64(repeat[3]), np.uint64(repeat[4])
     for at in range(count):
         group = rows[at, GROUP]
         frame = frame_of[group]
@@ -352,5 +356,42 @@ def fill_frames(
             for octet in range(np.uint64(width)):
                 octets[begin + octet] = flag_data[row, octet]
         else:
-            for octet in range(np.uint64(width)):
+            for octet in range(lead):
                 octets[begin + octet] = data[row, octet]
+            begin += lead
+            for _ in range(copies):
+                for octet in range(body):
+                    octets[begin + octet] = data[row, lead + octet]
+                begin += body
+            for _ in range(tail_copies):
+                for octet in range(tail):
+                    octets[begin + octet] = data[row, lead + body + octet]
+                begin += tail
+
+
+@_kernel(I64, READ_DATA, LINE, types.Array(types.uint8, 2, "C"))
+def first_copies(data: Any, repeat: Any, first: Any) -> Any:
+    """Data [n, width] as it was before its parts were repeated, into ``first``; returns the number of
+    the first row of which a copy differs from the first, -1 if there is none."""
+    lead, body, copies = np.uint64(repeat[0]), np.uint64(repeat[1]), np.uint64(repeat[2])
+    tail, tail_copies = np.uint64(repeat[3]), np.uint64(repeat[4])
+    wrong = -1
+    for row in range(len(data)):
+        differs = np.uint8(0)
+        for octet in range(lead + body):
+            first[row, octet] = data[row, octet]
+        begin = lead + body
+        for _ in range(np.uint64(1), copies):
+            for octet in range(body):
+                differs |= data[row, begin + octet] ^ data[row, lead + octet]
+            begin += body
+        for octet in range(tail):
+            first[row, lead + body + octet] = data[row, begin + octet]
+        last = begin + tail
+        for _ in range(np.uint64(1), tail_copies):
+            for octet in range(tail):
+                differs |= data[row, last + octet] ^ data[row, begin + octet]
+            last += tail
+        if differs and wrong < 0:
+            wrong = row
+    return wrong

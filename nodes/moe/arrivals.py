@@ -54,7 +54,7 @@ class Arrivals:
         """A rank that waits has the flags of all, as far as they are announced."""
         if self.expected is None:
             return False
-        every: Bools = (self._announced | ~self.expected).all(axis=1)
+        every: Bools = np.logical_and.reduce(self._announced | ~self.expected, axis=1)
         return bool((every & self.wanted & ~self.done).any())
 
     def add_flags(

@@ -39,7 +39,8 @@ class Due(Generic[T]):
         self._waiter = self._loop.create_future()
         try:
             if self._items:
-                self._arm(min(at_ps for at_ps, _ in self._items))
+                first_ps = min(at_ps for at_ps, _ in self._items)
+                self._arm(max(first_ps, self._loop.now_ps))  # due while nobody waited
             await self._waiter
         finally:
             self._waiter = None

@@ -75,7 +75,7 @@ class Exchange:
         """``devices``: of each rank. ``timeout_ps``: a rank gives up on its dispatch after it, on its
         combine after twice that. ``shared_buffer``: for tests of the detector only."""
         self._context, self._loop = context, context.loop
-        self._body, self._scale = body, scale
+        self._body = body
         self._model = body.settings
         self._devices: I64 = np.array(devices, dtype=np.int64)
         machine = context.machine
@@ -106,10 +106,11 @@ class Exchange:
         self.on_late: Late = _ignore
         self.on_lost: Lost = _ignore
         self.on_wrong: Wrong = _raise
-        context.fabric.bind(KINDS["dispatch"], self._tokens_came)
-        context.fabric.bind(KINDS["combine"], self._results_came)
-        context.fabric.bind(KINDS["count"], self._counts_came)
+        repeats = context.fabric.arriving.repeats
+        repeats[KINDS["dispatch"]] = layout.repeat(scale.vector, lead_words=layout.TOKEN_WORDS)
+        repeats[KINDS["combine"]] = layout.repeat(scale.result, lead_words=layout.RESULT_WORDS)
         for phase, kind in KINDS.items():
+            context.fabric.bind(kind, functools.partial(self._came, phase))
             context.fabric.arriving.wanted[kind] = functools.partial(self._announced, phase)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -117,11 +118,12 @@ class Exchange:
     def begin(self, epoch: int, step: int, group: Group) -> None:
         """A step begins here: those before it are over, wherever they were."""
         self._step, self._group = (epoch, step), group
-        given_up = [key for key in self._layers if key[:2] < self._step]
-        for key in given_up:
+        over = [key for key in self._layers if key[:2] < self._step]
+        given_up = any(self._layers[key].given_up() for key in over)
+        for key in over:
             self.end(key)
         self._ended = {key for key in self._ended if key[:2] >= self._step}
-        self._make_buffers(group, anew=bool(given_up))
+        self._make_buffers(group, anew=given_up)
         for key, layer in self._layers.items():  # what came before the step began here
             if key[:2] == self._step and "dispatch" in layer.arrivals:
                 for rows in layer.arrivals["dispatch"].rows:
@@ -281,6 +283,7 @@ class Exchange:
         self._watch(key, layer, "combine")
         words = self._body.result_words
         layer.await_results(batch=group.batch, slots=self.slots, words=words)
+        layer.unread.update(legs)
         rows = self._outgoing(key, tokens, group, held)
         flags = sending.dispatch_flags(rows, legs, group.experts, held, flag_bytes=FLAG_BYTES)
         if self._operators.unfused:
@@ -312,7 +315,6 @@ class Exchange:
             legs,
             stages_ps=self._operators.tokens_ready_ps(most),
             charged_bytes=model.combine_bytes if self._operators.unfused else model.dispatch_bytes,
-            tiling=self._scale.vector,
         )
         if len(ready_ps):
             self._take_tokens(key, mine, ready_ps)
@@ -341,7 +343,9 @@ class Exchange:
 
     def results_read(self, key: Key, read_ps: dict[int, int]) -> None:
         """These ranks have read their results at these instants."""
-        filled = self._layers[key].filled
+        layer = self._layers[key]
+        layer.unread.difference_update(read_ps)
+        filled = layer.filled
         local = np.array(list(read_ps), dtype=np.int64) - self.first
         which, slots = np.nonzero(filled[local].reshape(len(local), -1))
         at_ps = np.array(list(read_ps.values()), dtype=np.int64)
@@ -380,7 +384,6 @@ class Exchange:
             legs,
             stages_ps=self._operators.results_ready_ps,
             charged_bytes=self._model.combine_bytes,
-            tiling=self._scale.result,
         )
         if len(ready_ps):
             self._take_results(key, mine, ready_ps)
@@ -413,37 +416,20 @@ class Exchange:
         local = self._rank_of[targets] - self.first
         return self._arrivals(key, layer, phase).announce(local, self._rank_of[sources])
 
-    def _tokens_came(self, bundle: Bundle) -> None:
-        if bundle.flags:
-            self._flags_came("dispatch", bundle)
-            return
+    def _came(self, phase: Phase, bundle: Bundle) -> None:
         key = _HEAD.unpack(bundle.head)
         targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
+        at_ps, data = bundle.delivered_ps, bundle.data
         try:
-            rows = layout.unpack_tokens(targets, sources, bundle.data, self._scale.vector)
-            self._take_tokens(key, rows, bundle.delivered_ps)
+            if bundle.flags:
+                flags = Writes(sources, targets, bundle.charged_bytes, at_ps, data)
+                self._take_flags(key, phase, flags)
+            elif phase == "dispatch":
+                self._take_tokens(key, layout.unpack_tokens(targets, sources, data), at_ps)
+            else:
+                self._take_results(key, layout.unpack_results(targets, sources, data), at_ps)
         except CorruptError as error:
             self.on_wrong(key, error)
-
-    def _results_came(self, bundle: Bundle) -> None:
-        if bundle.flags:
-            self._flags_came("combine", bundle)
-            return
-        key = _HEAD.unpack(bundle.head)
-        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
-        try:
-            rows = layout.unpack_results(targets, sources, bundle.data, self._scale.result)
-            self._take_results(key, rows, bundle.delivered_ps)
-        except CorruptError as error:
-            self.on_wrong(key, error)
-
-    def _counts_came(self, bundle: Bundle) -> None:
-        self._flags_came("count", bundle)
-
-    def _flags_came(self, phase: Phase, bundle: Bundle) -> None:
-        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
-        flags = Writes(sources, targets, bundle.charged_bytes, bundle.delivered_ps, bundle.data)
-        self._take_flags(_HEAD.unpack(bundle.head), phase, flags)
 
     def _take_tokens(self, key: Key, rows: TokenRows, at_ps: I64) -> None:
         layer = self._open(key)

@@ -63,17 +63,20 @@ class Experts:
 
     def _dispatched(self, key: Key, done_ps: dict[int, int]) -> None:
         counts = self._exchange.rows_by_expert(key)
+        every_rows, every_experts = counts.sum(axis=1), np.count_nonzero(counts, axis=1)
+        start_ps, now_ps = self._operators.combine_start_ps, self._loop.now_ps
         for rank, at_ps in done_ps.items():
-            of_rank = counts[rank - self._exchange.first]
-            rows = int(of_rank.sum())
+            local = rank - self._exchange.first
+            rows = int(every_rows[local])
             read_ps = at_ps + self._operators.reorder_ps(rows)
-            taken_ps = self._expert_ps(rows=rows, experts=int(np.count_nonzero(of_rank)))
+            taken_ps = self._expert_ps(rows=rows, experts=int(every_experts[local]))
             served = Served(key, rank, rows, read_ps, read_ps + taken_ps)
             if self.hold_ps is not None:
                 served = served._replace(
                     combine_began_ps=self.hold_ps(key, served.combine_began_ps)
                 )
-            self._due.add(served.combine_began_ps + self._operators.combine_start_ps, served)
+            due_ps = served.combine_began_ps + start_ps
+            self._due.add(max(due_ps, now_ps), served)  # known late: see ``program``
 
     async def run(self) -> None:
         """Serve what becomes due."""

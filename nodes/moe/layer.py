@@ -51,7 +51,16 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 class Layer:
     """One layer of one step at this node. Local ranks count from 0."""
 
-    __slots__ = ("arrivals", "by_expert", "filled", "refused", "results", "timers", "unsent")
+    __slots__ = (
+        "arrivals",
+        "by_expert",
+        "filled",
+        "refused",
+        "results",
+        "timers",
+        "unread",
+        "unsent",
+    )
 
     def __init__(self, *, ranks: int, experts: int) -> None:
         """``experts``: the shared one included."""
@@ -62,10 +71,18 @@ class Layer:
         self.results: U64 = np.empty((0, 0, 0, 0), dtype=np.uint64)
         """[local ranks, batch, slots, words], once a rank has dispatched"""
         self.filled: Bools = np.empty((0, 0, 0), dtype=np.bool_)
+        self.unread: set[int] = set()
+        """Ranks that dispatched and have not read their results."""
         self.refused: Bools | None = None
         """[local ranks, sources] whose rows are not taken: they did not all come."""
         self.unsent: dict[int, Tokens] = {}
         """Tokens of local ranks that wait for the counts (unfused)."""
+
+    def given_up(self) -> bool:
+        """Rows or results lie here that nobody has read."""
+        dispatched = self.arrivals.get("dispatch")
+        left = dispatched is not None and any(len(rows.sources) for rows in dispatched.rows)
+        return left or bool(self.unread) or self.refused is not None
 
     def await_results(self, *, batch: int, slots: int, words: int) -> None:
         """Room for the results of all local ranks' tokens."""

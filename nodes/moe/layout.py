@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cmnet.messages import Repeat
 from nodes.model.body import I64, U64
-from nodes.model.tiles import Tiling, tile, untile
+from nodes.model.tiles import Tiling
 
 U8 = npt.NDArray[np.uint8]
 
@@ -123,17 +124,17 @@ class ResultRows(NamedTuple):
     """[n, result_words]"""
 
 
-def pack_tokens(rows: Outgoing, vectors: U64, tiling: Tiling) -> U8:
+def pack_tokens(rows: Outgoing, vectors: U64) -> U8:
     """Token messages [n, bytes] of rows whose tokens have these vectors."""
-    data = np.empty((len(rows.of), TOKEN_WORDS + tiling.item_bytes // 8), dtype="<u8")
+    data = np.empty((len(rows.of), TOKEN_WORDS + vectors.shape[1]), dtype="<u8")
     data[:, 0] = rows.experts | rows.slots << 32
     data[:, 1] = rows.tokens | rows.k << 32
-    data[:, TOKEN_WORDS:] = _tiled(vectors, tiling).take(rows.of, axis=0)
+    data[:, TOKEN_WORDS:] = vectors.take(rows.of, axis=0)
     return data.view(np.uint8)
 
 
-def unpack_tokens(targets: I64, sources: I64, data: U8, tiling: Tiling) -> TokenRows:
-    """Rows of token messages [n, bytes]. CorruptError where a carried byte is not as its tile."""
+def unpack_tokens(targets: I64, sources: I64, data: U8) -> TokenRows:
+    """Rows of token messages [n, bytes]."""
     words = data.view("<u8")
     return TokenRows(
         targets=targets,
@@ -142,27 +143,27 @@ def unpack_tokens(targets: I64, sources: I64, data: U8, tiling: Tiling) -> Token
         experts=(words[:, 0] & _LOW).astype(np.uint32).view(np.int32).astype(np.int64),
         tokens=(words[:, 1] & _LOW).view(np.int64),
         k=(words[:, 1] >> _HIGH).view(np.int64),
-        vectors=_untiled(words[:, TOKEN_WORDS:], tiling),
+        vectors=words[:, TOKEN_WORDS:],
     )
 
 
-def pack_results(tokens: I64, k: I64, results: U64, tiling: Tiling) -> U8:
+def pack_results(tokens: I64, k: I64, results: U64) -> U8:
     """Result messages [n, bytes]."""
-    data = np.empty((len(tokens), RESULT_WORDS + tiling.item_bytes // 8), dtype="<u8")
+    data = np.empty((len(tokens), RESULT_WORDS + results.shape[1]), dtype="<u8")
     data[:, 0] = tokens | k << 32
-    data[:, RESULT_WORDS:] = _tiled(results, tiling)
+    data[:, RESULT_WORDS:] = results
     return data.view(np.uint8)
 
 
-def unpack_results(targets: I64, sources: I64, data: U8, tiling: Tiling) -> ResultRows:
-    """Rows of result messages [n, bytes]. CorruptError as ``unpack_tokens``."""
+def unpack_results(targets: I64, sources: I64, data: U8) -> ResultRows:
+    """Rows of result messages [n, bytes]."""
     words = data.view("<u8")
     return ResultRows(
         targets=targets,
         sources=sources,
         tokens=(words[:, 0] & _LOW).view(np.int64),
         k=(words[:, 0] >> _HIGH).view(np.int64),
-        results=_untiled(words[:, RESULT_WORDS:], tiling),
+        results=words[:, RESULT_WORDS:],
     )
 
 
@@ -218,15 +219,12 @@ def running_index(groups: I64) -> I64:
     return index
 
 
-def _tiled(items: U64, tiling: Tiling) -> U64:
-    """Items [n, words] as they are carried [n, item_bytes / 8]."""
-    if tiling.copies == 1 and tiling.tail_copies <= 1:
-        return items
-    data = np.frombuffer(tile(items, tiling), dtype="<u8")
-    return data.reshape(len(items), tiling.item_bytes // 8)
-
-
-def _untiled(words: U64, tiling: Tiling) -> U64:
-    if tiling.copies == 1 and tiling.tail_copies <= 1:
-        return words
-    return untile(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data, tiling)
+def repeat(tiling: Tiling, *, lead_words: int) -> Repeat:
+    """How the words of a vector or result behind so many others fill the bytes that are carried."""
+    return Repeat(
+        lead_bytes=8 * lead_words,
+        body_bytes=8 * tiling.words,
+        copies=tiling.copies,
+        tail_bytes=8 * tiling.tail_words,
+        tail_copies=tiling.tail_copies,
+    )

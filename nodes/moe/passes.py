@@ -140,8 +140,7 @@ class Passes:
         return {
             "stages": self._stages,
             "moves": 0 if course is None else course.moves,
-            "kept": 0 if course is None else sum(len(each.kept) for each in course.schedules),
-            "plans": [] if course is None else rebalancing.described(course),
+            "ways": [] if course is None else rebalancing.described(course),
             "gave_up": self._rebalancing.gave_up,
             "fetched": weights.fetched,
             "fetched_bytes": moving.expert_bytes(weights.fetched),

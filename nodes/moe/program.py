@@ -268,7 +268,8 @@ class MoeNode:
                 begins_ps = max(read_ps, self._period_ps((*key[:2], key[2] + 1), 0))
             ready = Ready(key[1], key[2], rank, read_ps, begins_ps)
             due_ps = begins_ps + start_ps
-            self._due.add(max(due_ps, self._loop.now_ps) if last else due_ps, ready)
+            # flags of ranks that were done far apart travel as one, known when the last of them is
+            self._due.add(max(due_ps, self._loop.now_ps), ready)
 
     def _period_ps(self, key: Key, operator: int) -> int:
         """When an isolated operator begins: 0 the dispatch, 1 the combine."""

@@ -14,10 +14,14 @@ of a pass and follows the same rule, so all have the same placement in the next 
     enable     tokens go there; the next round begins with a prefetch
     after      the same placement, nothing moves: what it brought is measured
 
-All layers move side by side, stage by stage; one whose rounds are over waits for the others. Rounds end
-where what is left would bring too little (``worthwhile``): of 75 rounds of a skewed layer at EP 8 with 8
-replicas the first takes the largest load from 1.43 to 1.21 of the mean, the other 74 to 1.10. Where a node
+All layers move side by side, stage by stage; one whose rounds are over waits for the others. Where a node
 cannot fetch its weights, all give up: they go on with the placement in force, in which nothing is missing.
+
+Two ways are looked at (``find_way``). A new placement of everything takes many rounds, as few slots can be
+spared at a time: of a skewed layer at EP 8 with 8 replicas 75, to a largest load of 1.10 of the mean (from
+1.43). To refill spare slots takes one for each slot of a rank, and gives 1.14 there. At EP 320 with 32
+replicas both are the same. So the first is taken only where it is better by 1/8 after few rounds (EP 128
+with 128 replicas: from 7.84 to 1.02 in 7, and to 1.40 in 1).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from nodes.moe import eplb, moving
+from nodes.moe import eplb, moving, refill
 from nodes.moe.moving import Move, Schedule
 from nodes.moe.placement import I64, Placement
 
@@ -45,6 +49,8 @@ FOLLOWERS: dict[str, tuple[str, ...]] = {
 }
 """What the next pass may be."""
 
+Kind = eplb.Kind | Literal["refilled"]
+
 ROUND: tuple[moving.Name, ...] = ("prefetch", "disable", "load", "enable")
 
 PREFETCHES_MAX = 64
@@ -52,9 +58,15 @@ PREFETCHES_MAX = 64
 one expert and layer 0.4 ms over an idle link; so links may be 30 times slower (assumed, 16 to 256)."""
 
 
+ROUNDS_MAX = 8
+"""Rounds of a re-placement: each costs four passes or more (assumed, range 1 to 64)."""
+
 ENOUGH = 8
-"""A further round must be able to lower the largest load of a rank by 1/8: it costs four passes (assumed;
-with 1/16, 1 to 11 rounds of the 34 to 75 in four cases, with 1/8, 1)."""
+"""A new placement of everything must lower the largest load by 1/8 more (assumed, range 4 to 32)."""
+
+
+PASSES_MAX = 2 + ROUNDS_MAX * (2 * PREFETCHES_MAX + 2)
+"""No run has more: a load is done sooner than a prefetch."""
 
 
 class PassDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,37 +94,38 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     """Of each layer, those of the round; none before and after."""
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How one layer is re-placed. Imbalances: largest over mean load of ranks, as counted in pass 0."""
+
+    kind: Kind
+    schedule: Schedule
+    imbalance_before: float
+    imbalance_predicted: float
+    """At its end."""
+
+
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole way of all layers."""
+    """The way of all layers, side by side."""
 
     first: tuple[Placement, ...]
-    loads: I64
-    """[layers, experts]"""
-    plans: tuple[eplb.Plan, ...]
-    schedules: tuple[Schedule, ...]
-    """Cut where it is not worth going on."""
+    ways: tuple[Way, ...]
 
     @property
     def stages(self) -> int:
         """Of the layer that takes longest."""
-        return max(len(schedule.stages) for schedule in self.schedules)
+        return max(len(way.schedule.stages) for way in self.ways)
 
     @property
     def moves(self) -> int:
-        """Weights of an expert in a layer that are copied, loans included."""
-        stages = (stage for schedule in self.schedules for stage in schedule.stages)
+        """Weights of an expert in a layer that are copied."""
+        stages = (stage for way in self.ways for stage in way.schedule.stages)
         return sum(len(stage.moves) for stage in stages if stage.name == "enable")
-
-    @property
-    def reached(self) -> tuple[Placement, ...]:
-        """The placement of each layer at the end."""
-        pairs = zip(self.first, self.schedules, strict=True)
-        return tuple(schedule.reached(old) for old, schedule in pairs)
 
     def at(self, index: int) -> Pass:
         """Stage ``index`` of all layers."""
         placements, moves = [], []
-        for old, schedule in zip(self.first, self.schedules, strict=True):
+        for old, way in zip(self.first, self.ways, strict=True):
+            schedule = way.schedule
             over = index >= len(schedule.stages)
             placements.append(schedule.reached(old) if over else schedule.stages[index].placement)
             moves.append(() if over else schedule.stages[index].moves)
@@ -169,51 +182,63 @@ class Rebalancing:
     def _plan(self, done: Sequence[PassDone]) -> Course:
         first = self.now.placements
         loads = summed([each.loads for each in done], experts=first[0].experts)
-        plans = tuple(
-            eplb.rebalance(old, of_layer, groups=self._groups, nodes=self._nodes)
+        ways = tuple(
+            find_way(old, of_layer, groups=self._groups, nodes=self._nodes)
             for old, of_layer in zip(first, loads, strict=True)
         )
-        schedules = tuple(
-            worthwhile(old, moving.stages(old, plan.placement), of_layer)
-            for old, plan, of_layer in zip(first, plans, loads, strict=True)
-        )
-        return Course(first=first, loads=loads, plans=plans, schedules=schedules)
+        return Course(first=first, ways=ways)
+
+
+def find_way(old: Placement, loads: I64, *, groups: int = 1, nodes: tuple[int, ...] = ()) -> Way:
+    """From ``old`` to a better placement for these loads [experts]; ``groups`` and ``nodes`` as ``eplb``."""
+    before = _most(old, loads)
+    kind: Kind = "refilled"
+    best = worthwhile(old, moving.stages(old, refill.refilled(old, loads)), loads)
+    most = _most(best.reached(old), loads)
+    least = int(loads.sum()) * eplb.PARTS // sum(room > 0 for room in old.rooms)
+    if most - most // ENOUGH > least:
+        plan = eplb.rebalance(old, loads, groups=groups, nodes=nodes)
+        schedule = worthwhile(old, moving.stages(old, plan.placement), loads)
+        if _most(schedule.reached(old), loads) < most - most // ENOUGH:
+            kind, best = plan.kind, schedule
+            most = _most(schedule.reached(old), loads)
+    if most >= before - before // eplb.TOLERANCE:
+        kind, best = "unchanged", Schedule(stages=(), kept=())
+    return Way(
+        kind=kind,
+        schedule=best,
+        imbalance_before=eplb.imbalance(old, loads),
+        imbalance_predicted=eplb.imbalance(best.reached(old), loads),
+    )
 
 
 def worthwhile(old: Placement, schedule: Schedule, loads: I64) -> Schedule:
-    """The rounds up to the first that is better than ``old`` and within 1/8 of the best at the end.
+    """The rounds up to the best of the first ``ROUNDS_MAX``, or the first that is nearly as good.
 
-    ``loads`` [experts]. The placement after any round is whole, so the way may end there.
+    ``loads`` [experts]. The placement after any round is whole, so the way may end there; no round is
+    left if none is better than ``old``.
     """
-    most = [
-        int(eplb.rank_loads(stage.placement, loads).max())
-        for stage in schedule.stages
-        if stage.name == "enable"
-    ]
-    bar = int(eplb.rank_loads(old, loads).max())
-    for number, of_round in enumerate(most, 1):
-        if of_round < bar and of_round - of_round // ENOUGH <= most[-1]:
-            stages = schedule.stages[: number * len(ROUND)]
-            return Schedule(stages=stages, kept=schedule.kept)
-    return schedule
+    enabled = [stage.placement for stage in schedule.stages if stage.name == "enable"]
+    most = [_most(each, loads) for each in enabled[:ROUNDS_MAX]]
+    before = _most(old, loads)
+    enough = min([before, *most])
+    for rounds, reached in enumerate(most, 1):
+        if reached < before and reached - reached // eplb.TOLERANCE <= enough:
+            return Schedule(stages=schedule.stages[: rounds * len(ROUND)], kept=())
+    return Schedule(stages=(), kept=())
 
 
 def described(course: Course) -> list[dict[str, Any]]:
-    """For the report, of each layer: largest over mean load of ranks as counted in pass 0 before, as it
-    will be after the rounds, and at the end of the plan; moves of the plan that are left out."""
+    """For the report, of each layer."""
     return [
         {
             "layer": layer,
-            "kind": plan.kind,
-            "rounds": len(schedule.stages) // len(ROUND),
-            "imbalance_before": plan.imbalance_before,
-            "imbalance_predicted": eplb.imbalance(reached, loads),
-            "imbalance_of_plan": plan.imbalance_after,
-            "left_out": len(moving.moves(reached, plan.placement)),
+            "kind": way.kind,
+            "rounds": len(way.schedule.stages) // len(ROUND),
+            "imbalance_before": way.imbalance_before,
+            "imbalance_predicted": way.imbalance_predicted,
         }
-        for layer, (plan, schedule, reached, loads) in enumerate(
-            zip(course.plans, course.schedules, course.reached, course.loads, strict=True)
-        )
+        for layer, way in enumerate(course.ways)
     ]
 
 
@@ -227,3 +252,7 @@ def summed(loads: Sequence[bytes], *, experts: int) -> I64:
     parts = [np.frombuffer(each, dtype="<i4").astype(np.int64) for each in loads]
     total: I64 = np.sum(parts, axis=0)
     return total.reshape(-1, experts)
+
+
+def _most(placement: Placement, loads: I64) -> int:
+    return int(eplb.rank_loads(placement, loads).max())

@@ -22,7 +22,7 @@ from cmnet.record import record as records
 from cmnet.record.record import Record
 from nodes import constants, running
 from nodes.model.body import I64
-from nodes.moe import seen, setup, verify, waits
+from nodes.moe import replaced, seen, setup, verify, waits
 from nodes.moe.operators import Operators
 from nodes.moe.published import OPERATORS, PRINTED_UNIT, Operator
 from nodes.moe.seen import Seen
@@ -71,6 +71,7 @@ def collect(folder: Path) -> Sources:
 def build(sources: Sources) -> dict[str, Any]:
     """The object that ``--json`` prints (design 5)."""
     told, job = sources.told, sources.told.job
+    tables = rows(sources)
     report = running.head(sources.record, sources.folder) | {
         "carried_layers": job.model.carried_layers,
         "tokens_per_carried": job.model.tokens_per_carried,
@@ -79,7 +80,7 @@ def build(sources: Sources) -> dict[str, Any]:
         "verified": _verified(sources),
         "ep_size": job.ep_size,
         "batch": job.batch,
-        "steps": job.steps,
+        "steps": len(sources.seen.stages),
         "algo": job.algo,
         "engine": job.engine,
         "skew": job.skew,
@@ -90,12 +91,13 @@ def build(sources: Sources) -> dict[str, Any]:
         "body": job.body,
         "memory": msgspec.to_builtins(told.memory) | _resident(sources),
         "bundles_per_layer": _bundles_per_layer(sources),
-        "rows": rows(sources),
+        "rows": tables,
         "traffic": traffic(sources),
+        "replaced": _replaced(sources, tables),
         "waits": _waits(sources),
         "errors": sources.seen.errors,
     }
-    return report | {"problems": problems(sources)}
+    return report | {"problems": problems(sources) + _given_up(sources, report["replaced"])}
 
 
 def constants_used(told: Told) -> list[dict[str, Any]]:
@@ -126,6 +128,14 @@ def problems(sources: Sources) -> list[str]:
         )
         found.append(f"{what} that could make them fail; {where}: {first['error']}")
     return found
+
+
+def _given_up(sources: Sources, found: dict[str, Any] | None) -> list[str]:
+    if found is None or not found["gave_up"] or _explained(sources):
+        return []
+    return [
+        f"the re-placement was given up, and no death nor fault explains it: {found['gave_up']}"
+    ]
 
 
 def _explained(sources: Sources) -> bool:
@@ -166,7 +176,7 @@ def _verified(sources: Sources) -> dict[str, Any]:
 
 
 def _resident(sources: Sources) -> dict[str, Any]:
-    """Greatest resident memory of each process, summed: pages that they share count once a process."""
+    """Most private memory of each process, summed; pages that they share are not counted."""
     peaks = [
         seen.found_in(each.get("program", {}), "memory_peak_bytes") for each in sources.statistics
     ]
@@ -179,18 +189,18 @@ def _bundles_per_layer(sources: Sources) -> float | None:
     counts = [each["planes"].get("UB", {}).get("bundles") for each in sources.statistics]
     known = [count for count in counts if count is not None]
     job = sources.told.job
-    return sum(known) / (job.steps * job.model.carried_layers) if known else None
+    layers = len(sources.seen.stages) * job.model.carried_layers
+    return sum(known) / layers if known else None
 
 
 def rows(sources: Sources) -> list[dict[str, Any]]:
     """The tables as one flat list; ``table`` says which."""
     job = sources.told.job
-    places = [
-        (step, layer) for step in range(job.steps) for layer in range(job.model.carried_layers)
-    ]
+    steps = range(len(sources.seen.stages))
+    places = [(step, layer) for step in steps for layer in range(job.model.carried_layers)]
     return [
         *(layer_row(sources.told, sources.seen, step, layer) for step, layer in places),
-        *(_load_row(sources, step) for step in range(job.steps)),
+        *(_load_row(sources, step) for step in steps),
         *running.plane_rows(sources.statistics),
     ]
 
@@ -208,10 +218,10 @@ def layer_row(told: Told, found: Seen, step: int, layer: int) -> dict[str, Any]:
     whole = (began >= 0) & (ended >= 0)
     row = {
         "table": "layers",
-        "name": f"step {step}, layer {layer}",
+        "name": f"{_name(found, step)}, layer {layer}",
         "step": step,
         "layer": layer,
-        "placement": phase(told, step),
+        "stage": found.stages[step],
         "ranks": int(whole.sum()),
         "layer_ps": int(ended[whole].max() - began[whole].min()) if whole.any() else None,
     }
@@ -226,9 +236,9 @@ def layer_row(told: Told, found: Seen, step: int, layer: int) -> dict[str, Any]:
     return row | _load(rows_in[found.dispatched_ps[at] >= 0])
 
 
-def phase(told: Told, step: int) -> str:
-    """Of the placement that was in force."""
-    return ("before", "after")[min(step, 1)] if told.job.eplb else ""
+def _name(found: Seen, step: int) -> str:
+    stage = found.stages[step]
+    return f"step {step} ({stage})" if stage else f"step {step}"
 
 
 def _operator(name: str, began: I64, ended: I64, *, share_ps: I64 | None) -> dict[str, Any]:
@@ -282,8 +292,9 @@ def _load(rows_in: I64) -> dict[str, Any]:
 
 def _load_row(sources: Sources, step: int) -> dict[str, Any]:
     loads = sources.seen.rows[step].sum(axis=0)
-    name = phase(sources.told, step) or f"step {step}"
-    row = {"table": "loads", "name": name, "step": step, "rows": loads.tolist()}
+    found = sources.seen
+    row = {"table": "loads", "name": _name(found, step), "step": step, "stage": found.stages[step]}
+    row |= {"rows": loads.tolist()}
     return row | _load(loads)
 
 
@@ -291,18 +302,26 @@ def traffic(sources: Sources) -> list[dict[str, Any]]:
     """Rows that went from node to node in each step; its first index is the sender."""
     told, found = sources.told, []
     count, of = len(told.nodes), np.array(told.node_of_rank)
-    for step in range(told.job.steps):
+    for step, stage in enumerate(sources.seen.stages):
         matrix = np.zeros((count, count), dtype=np.int64)
         np.add.at(matrix, (of[:, None], of[None, :]), sources.seen.sent[step])
         found.append(
             {
                 "step": step,
-                "placement": phase(told, step),
+                "stage": stage,
                 "nodes": list(told.nodes),
                 "rows": matrix.tolist(),
             }
         )
     return found
+
+
+def _replaced(sources: Sources, tables: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What EPLB did; None without it."""
+    if not sources.told.job.eplb:
+        return None
+    layers = [row for row in tables if row["table"] == "layers"]
+    return replaced.build(sources.seen.stages, layers, sources.statistics)
 
 
 def _waits(sources: Sources) -> dict[str, Any]:

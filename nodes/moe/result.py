@@ -76,10 +76,19 @@ def sent_rows(line: RankLayer) -> I64:
 
 
 def memory_peak_bytes() -> int:
-    """The most resident memory that this process had, pages that it shares included."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    """The most memory that this process had for itself: its private pages now, and what it had given
+    back since its peak. Pages that it shares with the process it was forked from count there."""
+    rollup = _kilobytes("/proc/self/smaps_rollup")
+    status = _kilobytes("/proc/self/status")
+    given_back = max(status["VmHWM"] - status["VmRSS"], 0)
+    return 1024 * (rollup["Private_Clean"] + rollup["Private_Dirty"] + given_back)
+
+
+def _kilobytes(path: str) -> dict[str, int]:
+    """The sizes in a file of /proc."""
+    lines = Path(path).read_text(encoding="ascii").splitlines()
+    sizes = [line.split() for line in lines if line.endswith(" kB")]
+    return {size[0].rstrip(":"): int(size[1]) for size in sizes}
 
 
 encode = msgspec.json.Encoder().encode

@@ -15,7 +15,7 @@ import numpy as np
 
 from cmnet.errors import InputError
 from nodes.model.body import I64
-from nodes.moe import result, waits
+from nodes.moe import rebalancing, result, waits
 from nodes.moe.result import RankLayer
 from nodes.moe.setup import Told
 
@@ -23,8 +23,14 @@ from nodes.moe.setup import Told
 class Seen:
     """What the ranks of a run saw."""
 
-    def __init__(self, *, steps: int, layers: int, ranks: int) -> None:
+    def __init__(
+        self, *, steps: int, layers: int, ranks: int, steps_max: int | None = None
+    ) -> None:
+        """``steps_max``: of a run in which lines say how many passes there were, at least ``steps``."""
         shape = (steps, layers, ranks)
+        self._steps_max = steps if steps_max is None else steps_max
+        self.stages = ["" for _ in range(steps)]
+        """Of each pass, "" unless experts are re-placed."""
         self.began_ps: I64 = np.full(shape, -1, dtype=np.int64)
         self.dispatched_ps: I64 = self.began_ps.copy()
         self.combine_began_ps: I64 = self.began_ps.copy()
@@ -40,6 +46,9 @@ class Seen:
     def take(self, line: RankLayer) -> None:
         """One line."""
         at, ranks = (line.step, line.layer, line.rank), self.rows.shape[2]
+        self._make_room(line.step)
+        if not self.stages[line.step] or self.stages[line.step] == "stopped":
+            self.stages[line.step] = line.stage
         self.began_ps[at], self.dispatched_ps[at] = line.began_ps, line.dispatched_ps
         self.combine_began_ps[at], self.combined_ps[at] = line.combine_began_ps, line.combined_ps
         self.rows[at] = line.rows
@@ -51,6 +60,27 @@ class Seen:
         if line.error:
             place = {"step": line.step, "layer": line.layer, "rank": line.rank}
             self.errors.append(place | {"error": line.error})
+
+    def _make_room(self, step: int) -> None:
+        """For a pass that is not the first of its number. Raises IndexError beyond what can be."""
+        more = step + 1 - len(self.stages)
+        if more <= 0:
+            return
+        if step >= self._steps_max:
+            raise IndexError(f"step {step} of {self._steps_max}")
+        self.stages += ["" for _ in range(more)]
+        for name in (
+            "began_ps",
+            "dispatched_ps",
+            "combine_began_ps",
+            "combined_ps",
+            "rows",
+            "sent",
+        ):
+            old = getattr(self, name)
+            fill = -1 if name.endswith("_ps") else 0
+            new = np.full((more, *old.shape[1:]), fill, dtype=np.int64)
+            setattr(self, name, np.concatenate([old, new]))
 
     def dispatch_waits(self) -> I64:
         """Mean wait [targets, sources] of each rank for each other's flag; -1 where one never came."""
@@ -99,7 +129,12 @@ class _Waits:
 def read(folder: Path, told: Told) -> Seen:
     """All whole lines of a run. Raises InputError."""
     job = told.job
-    seen = Seen(steps=job.steps, layers=job.model.carried_layers, ranks=job.ep_size)
+    seen = Seen(
+        steps=job.steps,
+        layers=job.model.carried_layers,
+        ranks=job.ep_size,
+        steps_max=rebalancing.PASSES_MAX if job.eplb else None,
+    )
     for node in told.nodes:
         path = result.path(folder, node)
         data = path.read_bytes() if path.exists() else b""

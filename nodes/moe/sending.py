@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from nodes.model.body import I64, U64
-from nodes.model.tiles import Tiling
 from nodes.moe import layout
 from nodes.moe.layout import U8, Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.table import Table
@@ -87,7 +86,6 @@ def token_writes(
     *,
     stages_ps: I64,
     charged_bytes: int,
-    tiling: Tiling,
 ) -> tuple[TokenRows, I64, Writes]:
     """Rows that stay at their rank with the instants at which they are there, and the writes of all
     others. ``stages_ps``: when each token of a rank may be written, from its first stage on."""
@@ -100,7 +98,7 @@ def token_writes(
         targets=leave.targets,
         charged_bytes=np.full(len(away), charged_bytes, dtype=np.int64),
         ready_ps=ready_ps.take(away),
-        data=layout.pack_tokens(leave, tokens.vectors, tiling),
+        data=layout.pack_tokens(leave, tokens.vectors),
     )
     mine = TokenRows(*stay[:6], vectors=tokens.vectors.take(stay.of, axis=0))
     return mine, ready_ps.take(own), writes
@@ -113,7 +111,6 @@ def result_writes(
     *,
     stages_ps: Callable[[int], I64],
     charged_bytes: int,
-    tiling: Tiling,
 ) -> tuple[ResultRows, I64, Writes]:
     """As ``token_writes``, for the results [n, words] of rows on their way back. ``stages_ps`` of a
     number of rows: when each may be written, from the first copy on."""
@@ -138,7 +135,7 @@ def result_writes(
         targets=sources.take(away),
         charged_bytes=np.full(len(away), charged_bytes, dtype=np.int64),
         ready_ps=ready_ps.take(away),
-        data=layout.pack_results(tokens.take(away), k.take(away), leaving, tiling),
+        data=layout.pack_results(tokens.take(away), k.take(away), leaving),
     )
     return mine, ready_ps.take(own), writes
 

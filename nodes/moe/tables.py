@@ -34,7 +34,7 @@ def head(report: Report) -> Iterator[str]:
         f"{report['topology']}, seed {report['seed']}: {report['virtual_s'] * 1e6:.3f} us virtual in"
         f" {report['wall_s']:.2f} s wall (and {report['launch_s']:.2f} s to launch)"
     )
-    more = ", EPLB between two steps" if report["eplb"] else ""
+    more = ", EPLB" if report["eplb"] else ""
     more += ", operators begun together" if report["isolated"] else ""
     yield (
         f"EP {report['ep_size']}, {report['batch']} tokens a die, {report['carried_layers']} layers,"
@@ -58,11 +58,20 @@ def _deaths(report: Report) -> Iterator[str]:
 
 
 def all_tables(report: Report) -> list[Table]:
-    """Operators, bandwidth, loads, traffic, memory, planes, constants."""
-    found = [_operators_table(report), _bandwidth_table(report), _loads_table(report)]
+    """Operators, bandwidth, loads, traffic, re-placement, memory, planes, constants; of passes of a
+    re-placement all but the first and the last are left to its own table."""
+    last = report["steps"] - 1
+    shown = [row for row in report["rows"] if row.get("step", 0) in (0, last)]
+    ends = report if report["replaced"] is None else report | {"rows": shown}
+    found = [_operators_table(ends), _bandwidth_table(ends), _loads_table(ends)]
     found += [
-        _traffic_table(each) for each in report["traffic"] if len(each["nodes"]) <= NODES_SHOWN
+        _traffic_table(each)
+        for each in report["traffic"]
+        if len(each["nodes"]) <= NODES_SHOWN
+        and (report["replaced"] is None or each["step"] in (0, last))
     ]
+    if report["replaced"] is not None:
+        found.append(_replaced_table(report["replaced"]))
     return [*found, _memory_table(report), _planes_table(report), _constants_table(report)]
 
 
@@ -166,8 +175,28 @@ def _loads_table(report: Report) -> Table:
 def _traffic_table(traffic: dict[str, Any]) -> Table:
     names = traffic["nodes"]
     rows = [(name, *map(str, counts)) for name, counts in zip(names, traffic["rows"], strict=True)]
-    title = f"Rows from node to node, step {traffic['step']} {traffic['placement']}".rstrip()
+    title = f"Rows from node to node, step {traffic['step']} {traffic['stage']}".rstrip()
     return Table(title=title, columns=("from", *(f">{name}" for name in names)), rows=rows)
+
+
+def _replaced_table(replaced: dict[str, Any]) -> Table:
+    rows = [
+        (
+            str(each["step"]),
+            each["stage"],
+            _float(each["rows_max_over_mean"]),
+            *(_time(each[f"{key}_ps"]) for key in ("dispatch_mean", "combine_mean", "layer")),
+        )
+        for each in replaced["passes"]
+    ]
+    note = (
+        f"means over layers; {replaced['moves']} times the weights of an expert in a layer,"
+        f" {format_bytes(replaced['fetched_bytes'])} over UB"
+    )
+    if replaced["gave_up"]:
+        note += f"\ngiven up: {replaced['gave_up']}"
+    columns = ("pass", "stage", ">max / mean rows", ">dispatch", ">combine", ">layer")
+    return Table(title="Re-placement of experts", columns=columns, rows=rows, note=note)
 
 
 def _memory_table(report: Report) -> Table:
@@ -183,8 +212,8 @@ def _memory_table(report: Report) -> Table:
     note = "charged: ep x batch x min(top_k, experts a die) x message, both buffers apart"
     if memory["peak_bytes"] is not None:
         note += (
-            f"\nreally resident here, greatest, {memory['peak_processes']} processes together:"
-            f" {format_bytes(memory['peak_bytes'])} (shared pages count in each)"
+            f"\nreally used here, at its greatest, {memory['peak_processes']} processes together:"
+            f" {format_bytes(memory['peak_bytes'])} (private pages)"
         )
     columns = ("of a die", ">bytes", ">MiB")
     return Table(title="Memory", columns=columns, rows=rows, note=note)

@@ -2,9 +2,10 @@
 
 Runs as a process of its own beside the run (``python -m nodes.moe.verify PARENT FOLDER``): it reads the
 lines of all nodes as they come and writes ``verified.json`` when the run is over. What was to be done is
-taken from ``moe.json``, never from the lines. Tokens that a rank has lost, and says so, are failed, not
-checked. Does not own the truth (``nodes.model.layer_oracle``), nor whether a death or a fault
-explains what is missing (``report``).
+taken from ``moe.json``, never from the lines; only how many passes a re-placement takes is not known before.
+There stages must follow each other as they may (``rebalancing``), up to the pass after it. Tokens that a rank
+has lost, and says so, are failed, not checked. Does not own the truth (``nodes.model.layer_oracle``), nor
+whether a death or a fault explains what is missing (``report``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cmnet.launch import beside
 from cmnet.record import tail
 from nodes.model import layer_oracle
 from nodes.model.body import I64, U64
-from nodes.moe import result, setup
+from nodes.moe import rebalancing, result, setup
 from nodes.moe.job import DISTINCT_ROWS, FIRST_SEED, MoeJob
 from nodes.moe.result import RankLayer
 
@@ -70,6 +71,8 @@ class Verifier:
         self._seen: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
         self._excused: npt.NDArray[np.bool_] = np.zeros((job.steps, job.ep_size), dtype=np.bool_)
         """Ranks that have said an error in this step: tokens that they lost stay lost in later layers."""
+        self._stages: dict[int, str] = {}
+        """Of each pass, as the first rank said it that has not stopped."""
         self._first: Place | None = None
 
     def prepare(self) -> None:
@@ -86,6 +89,8 @@ class Verifier:
 
     def finish(self) -> Verified:
         """What is missing counts now."""
+        if self._job.eplb:
+            self._check_order()
         for rank in np.flatnonzero(~self._seen.all(axis=(0, 1))).tolist():
             absent = np.argwhere(~self._seen[:, :, rank])
             step, layer = map(int, absent[0])
@@ -98,10 +103,11 @@ class Verifier:
     def _check(self, line: RankLayer) -> None:
         place = (line.step, line.layer, line.rank)
         where = _where(*place)
-        steps, layers, ranks = self._seen.shape
-        if not (0 <= line.step < steps and 0 <= line.layer < layers and 0 <= line.rank < ranks):
+        if not self._has(line):
             self._wrong(1, (*place, 0), f"{where}: the run has no such place")
             return
+        if self._job.eplb:
+            self._check_stage(line)
         count = self._job.counts[line.rank]
         if self._seen[place]:
             self._wrong(max(count, 1), (*place, 0), f"{where}: has a second result")
@@ -122,6 +128,38 @@ class Verifier:
             token = int(np.setdiff1d(np.arange(count), index)[0])
             what = f"{where}, token {token}: no result, and no error says why"
             self._wrong(count - len(index), (*place, token), what)
+
+    def _has(self, line: RankLayer) -> bool:
+        """The run has such a place; passes beyond those that all runs have are made room for."""
+        steps, layers, ranks = self._seen.shape
+        most = rebalancing.PASSES_MAX if self._job.eplb else steps
+        if not (0 <= line.step < most and 0 <= line.layer < layers and 0 <= line.rank < ranks):
+            return False
+        if (more := line.step + 1 - steps) > 0:
+            self._seen = np.pad(self._seen, ((0, more), (0, 0), (0, 0)))
+            self._excused = np.pad(self._excused, ((0, more), (0, 0)))
+        return True
+
+    def _check_stage(self, line: RankLayer) -> None:
+        """All ranks that are in a pass are in one stage."""
+        if line.stage == "stopped":
+            return
+        stage = self._stages.setdefault(line.step, line.stage)
+        if stage != line.stage:
+            place = (line.step, line.layer, line.rank)
+            what = f"{_where(*place)}: in stage {line.stage!r}, others in {stage!r}"
+            self._wrong(max(line.tokens, 1), (*place, 0), what)
+
+    def _check_order(self) -> None:
+        """From before to after; a pass that should have followed and did not is missing at all ranks."""
+        before = ""
+        for step, stage in sorted(self._stages.items()):
+            if stage not in rebalancing.FOLLOWERS.get(before, ("before",)):
+                what = f"step {step}: stage {stage!r} after {before or 'nothing'!r}"
+                self._wrong(1, (step, 0, 0, 0), what)
+            before = stage
+        if before != "after" and len(self._seen) == len(self._stages):
+            self._seen = np.pad(self._seen, ((0, 1), (0, 0), (0, 0)))
 
     def _compare(self, index: I64, found: U64, place: tuple[int, int, int]) -> None:
         _, layer, rank = place

@@ -96,7 +96,6 @@ class DecodeNode:
             devices=self._devices,
             operators=self._operators,
             timeout_ps=job.serving.step_timeout.amount,
-            touch=touch,
         )
         self._exchange.on_combined = self._combined
         self._exchange.on_late = self._late
@@ -237,7 +236,7 @@ class DecodeNode:
         group = Group(
             sources=np.array(sources, dtype=np.int64),
             experts=np.array(self._alive, dtype=np.int64),
-            placement=placement.without(self._placement, dead=dead) if dead else self._placement,
+            placements=(placement.without(self._placement, dead=dead) if dead else self._placement,),
             batch=self._batch,
         )
         self._exchange.begin(epoch.number, number, group)
@@ -358,11 +357,11 @@ class DecodeNode:
         most = max(len(chosen) for chosen in by_rank.values())
         read_ps = max(self._returned.values()) + self._operators.sum_ps(most)
         await loop.sleep_until_ps(max(read_ps, loop.now_ps))
-        parts = [self._exchange.results(key, rank, len(by_rank[rank]))[0] for rank in by_rank]
+        results, _ = self._exchange.results(key, tokens.ranks, tokens.numbers)
         self._exchange.results_read(key, dict.fromkeys(by_rank, read_ps))
         if layer:
             self._exchange.end((*key[:2], layer - 1))
-        after = self._combine(states[order], gate.weights, np.concatenate(parts), layer)
+        after = self._combine(states[order], gate.weights, results, layer)
         return after[np.argsort(order)]
 
     def _combined(self, key: Key, done_ps: dict[int, int]) -> None:

@@ -21,7 +21,7 @@ from nodes.ems.client import StoreClient
 from nodes.kv.groups import Groups
 from nodes.model import identity
 from nodes.model.body import Array, Body
-from nodes.moe.exchange import Touch
+from nodes.moe.layer import Touch
 from nodes.post import Post
 from nodes.serving import messages
 from nodes.serving.cost import PrefillCost, Prompt

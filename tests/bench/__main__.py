@@ -2,7 +2,7 @@
 
     python -m tests.bench [--json] [--rounds N] [word ...]
 
-Words choose rows by their beginning (small, bulk, grants, launch, idle, sizes, memory).
+Words choose rows by their beginning (small, bulk, grants, launch, idle, sizes, memory, exchange).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from tests.bench import mesh_only, programs, raw, runs
+from tests.bench import mesh_only, moe, programs, raw, runs
 
 NODES = 48
 HOUR_PS = 3600 * 10**12
@@ -189,6 +189,24 @@ def memory(_: int) -> Iterator[Row]:
     yield row("private memory, largest node", [most], "MB", Goal(at_most=40))
 
 
+def exchange(rounds: int) -> Iterator[Row]:
+    """A layer of dispatch, experts and combine at EP320, and the bytes of it on plain sockets."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        report = moe.run()
+        ours.append(report["wall_s"] / moe.LAYERS)
+        message_bytes = moe.carried_bytes(report) // (moe.LAYERS * moe.PAIRS)
+        spent = raw.all_to_all(
+            count=20, rounds=10, message_bytes=message_bytes, buffer_bytes=BUFFER_BYTES
+        )
+        theirs.append(spent.wall_s / 10)
+    yield row("moe, EP320 batch 96, a layer and its oracle", ours, "s", Goal(at_most=0.5))
+    yield ratio_row("  the same / its bytes on plain sockets", ours, theirs, "s", Goal(at_most=20))
+    full = moe.run(layers=1, scale="full")
+    yield row("moe, the same at full scale", [full["wall_s"]], "s", Goal(at_most=10))
+
+
 TABLE: tuple[Callable[[int], Iterator[Row]], ...] = (
     small,
     bulk,
@@ -197,6 +215,7 @@ TABLE: tuple[Callable[[int], Iterator[Row]], ...] = (
     idle,
     sizes,
     memory,
+    exchange,
 )
 
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from cmnet import bursts
 from cmnet.burst_arrivals import ROW_BYTES, Bundle
 from cmnet.bursts import Messages
-from cmnet.errors import CausalityError, FrameError, InputError
+from cmnet.errors import CausalityError, CorruptError, FrameError, InputError
 from cmnet.link import effects, port_kernels
 from cmnet.link.reach import Ends, Where
 from cmnet.link.rules import Rule
-from cmnet.messages import Arrival
+from cmnet.messages import Arrival, Payload, Repeat
 from cmnet.topology.machine import Operation, Plane
 from cmnet.units import NEVER_PS
 from cmnet.wire.frames import FLAG_COPY
@@ -159,7 +159,7 @@ def outcome(
         statistics = [fabric.statistics() for fabric in rig.fabrics]
         for planes in statistics:
             for counts in planes.values():
-                del counts["carried_bytes"]
+                del counts["carried_bytes"], counts["bundles"]
         return sorted(got), [sorted(map(_when_it_counts, lines)) for lines in rig.lines], statistics
 
 
@@ -680,3 +680,49 @@ def test_quiet_messages_are_handed_over_before_flags_that_came_after_them() -> N
         rig.fabrics[0].send(route, SINGLE, charged_bytes=512, quiet=True)
         rig.run()
         assert order == ["quiet", "flags"]
+
+
+# --- data that is carried more than once ---------------------------------------------------------
+
+THRICE = Repeat(lead_bytes=2, body_bytes=4, copies=3, tail_bytes=2, tail_copies=2)
+
+
+def test_repeated_data_arrives_once_and_at_the_same_time() -> None:
+    """Carried bytes are more, charged bytes and instants the same (design 2.2)."""
+    items = [(target, 7680, 0) for target in UB_DEVICES[1:7]]
+    plain: Got = []
+    more: Got = []
+    sides: list[tuple[Got, dict[int, Repeat]]] = [(plain, {}), (more, {KIND: THRICE})]
+    for got, repeats in sides:
+        with Rig("mini") as rig:
+            collect(rig, got)
+            for fabric in rig.fabrics:
+                fabric.arriving.repeats.update(repeats)
+            post_burst(rig, Post(0, UB_DEVICES[0], items))
+            rig.run()
+            carried = rig.fabrics[0].statistics()["UB"]["carried_bytes"]
+            got.append((carried, 0, b"", 0))
+    assert plain[:-1] == more[:-1]
+    assert more[-1][0] - plain[-1][0] == len(items) * (THRICE.carried_bytes - THRICE.data_bytes)
+
+
+@pytest.mark.parametrize("octet", range(2, THRICE.carried_bytes))
+def test_every_carried_byte_is_compared(octet: int) -> None:
+    """Of a part that is carried again; the lead is carried once, and its reader looks at it."""
+    far = next(device for device in UB_DEVICES if machine("mini").devices[device].process == 1)
+    with Rig("mini") as rig:
+        for fabric in rig.fabrics:
+            fabric.bind(KIND, lambda _: None)
+            fabric.arriving.repeats[KIND] = THRICE
+        carry = rig.fabrics[0].carry
+
+        def broken(peer: int, plane: int, head: bytes, body: bytes, payload: Payload) -> None:
+            changed = bytearray(payload)
+            if len(changed) == ROW_BYTES + THRICE.carried_bytes:
+                changed[ROW_BYTES + octet] ^= 1
+            carry(peer, plane, head, body, changed)
+
+        rig.fabrics[0].carry = broken
+        post_burst(rig, Post(0, UB_DEVICES[0], [(far, 7680, 0)]))
+        with pytest.raises(CorruptError, match="differs from the first"):
+            rig.run()

@@ -55,6 +55,7 @@ class Run:
             program.make_program(mini(), job, touch, shared_buffer=shared_buffer)
         )
         self.loop = local.loop
+        self.statistics = [context.on_statistics() for context in local.contexts]
         lines = [line for path in sorted(folder.glob(result.PATTERN)) for line in _lines(path)]
         self.lines = {(line.step, line.layer, line.rank): line for line in lines}
         assert len(self.lines) == len(lines), "a rank wrote a layer twice"
@@ -77,7 +78,8 @@ class Run:
             right = truth.seals(layer)[firsts[rank] + result.index(line)]
             checked += len(right)
             wrong += int((right != result.seals(line)).sum())
-        asked = job.steps * job.model.carried_layers * sum(job.counts)
+        passes = max(job.steps, 1 + max(step for step, _, _ in self.lines))
+        asked = passes * job.model.carried_layers * sum(job.counts)
         return checked, wrong, asked - checked
 
 

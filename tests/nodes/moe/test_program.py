@@ -101,9 +101,9 @@ def test_the_unfused_flow_takes_longer(tmp_path: Path) -> None:
 
 # --- ranks of very different speeds --------------------------------------------------------------
 
-LATE = rule(effects.Delay(delay_ps=800 * US), where(2, 3))
-"""Flags and tokens of one node's ranks come late to the other's: those are still in their dispatch
-when results come from all others."""
+LATE = rule(effects.Delay(delay_ps=800 * US), where(2, 3), until_ps=60 * US)
+"""Flags and tokens of one node's first dispatch come late to the other's ranks: those still wait when
+results come, which nothing delays."""
 
 
 def test_no_slot_is_overwritten_unread(tmp_path: Path) -> None:

@@ -113,13 +113,18 @@ def test_loads_and_traffic(tmp_path: Path) -> None:
     assert traffic["nodes"] == ["node02", "node03"]
 
 
-def test_eplb_names_the_placement_of_each_step(tmp_path: Path) -> None:
+def test_eplb_names_the_stage_of_each_pass(tmp_path: Path) -> None:
     """Before and after, with loads and traffic of both."""
-    told = made_up.told(eplb="on", layers="1")
-    found = build(tmp_path, made_up.lines(told.job), told=told)
+    told = made_up.told(eplb="on", redundant="8", layers="1")
+    stages = ("before", "after")
+    lines = [
+        msgspec.structs.replace(each, stage=stages[each.step]) for each in made_up.lines(told.job)
+    ]
+    found = build(tmp_path, lines, told=told)
     rows = [each for each in found["rows"] if each["table"] == "loads"]
-    assert [each["name"] for each in rows] == ["before", "after"]
-    assert [each["placement"] for each in found["traffic"]] == ["before", "after"]
+    assert [each["name"] for each in rows] == ["step 0 (before)", "step 1 (after)"]
+    assert [each["stage"] for each in found["traffic"]] == ["before", "after"]
+    assert found["replaced"]["after"]["layer_ps"] == 264 * US
     assert found["verified"]["checked"] == 2 * TOKENS
 
 
@@ -167,7 +172,7 @@ def test_waits_that_never_ended_are_not_averaged(tmp_path: Path) -> None:
     assert (waits[[0, 1, 3]] == 90 * US).all()
     silent = without(*((layer, 4) for layer in (0, 1)))
     sources = report.collect(made_up.write_run(tmp_path / "silent", TOLD, silent))
-    assert (sources.seen.combine_waits()[4] == -1).all()
+    assert (sources.seen.combine_waits(start_ps=0)[4] == -1).all()
 
 
 # --- what is wrong -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nodes.moe.placement import I64
-from nodes.moe.waits import FLOOR_PS, MULTIPLE, NEVER, Finding, judge
+from nodes.moe.waits import FLOOR_PS, MULTIPLE, NEVER, Finding, judge, levelled
 
 US = 10**6
 USUAL = 60 * US
@@ -196,3 +196,43 @@ def test_flags_that_never_came_are_named() -> None:
     )
     assert [finding.ratio, finding.also[1].paths] == [0.0, ((4, 3),)]
     assert judge(np.full((4, 4), NEVER)).ranks == (0, 1, 2, 3)
+
+
+# --- combine --------------------------------------------------------------------------------------
+
+
+def transits(rows: list[int], *, start_ps: int, each_ps: int) -> I64:
+    """A source needs its start, then as long for each row."""
+    return np.tile(np.array([start_ps + each_ps * count for count in rows]), (len(rows), 1))
+
+
+def test_transits_are_levelled_by_rows() -> None:
+    """Five times the rows, five times as long behind the start: no source stands out, none is changed
+    by more than rounding."""
+    rows = [100, 200, 500, 300, 0, 100, 400, 400]
+    found = levelled(
+        transits(rows, start_ps=11 * US, each_ps=US // 10),
+        rows=np.array(rows, dtype=float),
+        start_ps=11 * US,
+    )
+    assert (abs(found - (11 * US + 250 * US // 10)) <= 1).all()
+
+
+@pytest.mark.parametrize("slow", [1, 2, 5])
+def test_a_slow_sender_stands_out_after_levelling(slow: int) -> None:
+    """Also when most are slow: the measure is the quickest quarter."""
+    rows = [100, 200, 500, 300, 200, 100, 400, 400]
+    waits = transits(rows, start_ps=11 * US, each_ps=US // 10)
+    waits[:, :slow] += 300 * US
+    finding = judge(levelled(waits, rows=np.array(rows, dtype=float), start_ps=11 * US))
+    assert (finding.kind, finding.ranks) == ("slow sender", tuple(range(slow)))
+
+
+def test_levelling_keeps_what_never_came() -> None:
+    waits = transits([10] * 4, start_ps=11 * US, each_ps=US)
+    waits[2, 1] = NEVER
+    found = levelled(waits, rows=np.full(4, 10.0), start_ps=11 * US)
+    assert np.argwhere(found == NEVER).tolist() == [[2, 1]]
+    nothing = np.full((4, 4), NEVER)
+    assert (levelled(nothing, rows=np.zeros(4), start_ps=11 * US) == NEVER).all()
+    assert (levelled(waits, rows=np.zeros(4), start_ps=11 * US) == waits).all()

@@ -16,7 +16,7 @@ from cmnet.topology.machine import Machine
 from nodes.model import bodies
 from nodes.model.oracle import ClaimedRequest
 from nodes.model.tiles import parse_scale
-from nodes.moe.exchange import Touch
+from nodes.moe.layer import Touch
 from nodes.node import make_program, untouched
 from nodes.serving.job import EXTENSIONS, Job, make_job
 from nodes.serving.workload import Request, Workload

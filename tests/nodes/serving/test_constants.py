@@ -17,10 +17,13 @@ def test_the_list_holds_every_constant_once() -> None:
     assert len(set(names)) == len(names) > 20
 
 
-def test_the_five_fitted_numbers_are_the_ones_that_published_figures_can_tell_apart() -> None:
+def test_the_eight_fitted_numbers_are_the_ones_that_published_figures_can_tell_apart() -> None:
     """One more would be noise that looks like agreement."""
     fitted = [constant.name for constant in CONSTANTS if constant.kind is Kind.FITTED]
     assert fitted == [
+        "dispatch_token",
+        "combine_token",
+        "exchange_growth",
         "layer_overhead",
         "token_overhead",
         "hottest_expert",

@@ -13,7 +13,7 @@ import pytest
 from cmnet.entropy import stream
 from cmnet.topology.quantity import Count, Kind
 from nodes.model import bodies, tamper
-from nodes.moe.exchange import Touch
+from nodes.moe.layer import Touch
 from nodes.serving.workload import Request
 from tests.nodes.serving import local
 

@@ -1,0 +1,92 @@
+"""Ranks due at instants of their own: woken with the first, all at once, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from cmnet.vtime.loop import VirtualLoop
+from nodes.moe.due import Due
+
+
+def run(loop: VirtualLoop, main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main)
+
+
+def test_what_is_known_is_taken_with_the_first() -> None:
+    """Also what is due later: one call for all, each keeps its instant."""
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        for at_ps, name in ((300, "c"), (100, "a"), (200, "b"), (100, "d")):
+            due.add(at_ps, name)
+        assert await due.take() == [(100, "a"), (100, "d"), (200, "b"), (300, "c")]
+        assert loop.now_ps == 100
+
+    run(loop, main())
+
+
+def test_a_taker_wakes_earlier_for_what_is_due_earlier() -> None:
+    """Added while it waits: for nothing at all, then for something later."""
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+    loop.call_at_ps(50, due.add, 500, "late")
+    loop.call_at_ps(60, due.add, 80, "early")
+    loop.call_at_ps(70, due.add, 600, "last")
+
+    async def main() -> None:
+        assert await due.take() == [(80, "early"), (500, "late"), (600, "last")]
+        assert loop.now_ps == 80
+        loop.call_at_ps(90, due.add, 95, "next")
+        assert await due.take() == [(95, "next")]
+        assert loop.now_ps == 95
+
+    run(loop, main())
+
+
+def test_what_comes_while_nobody_takes_is_kept() -> None:
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        due.add(10, "a")
+        await due.take()
+        due.add(20, "b")
+        await loop.sleep_until_ps(40)
+        assert await due.take() == [(20, "b")]
+        assert loop.now_ps == 40
+
+    run(loop, main())
+
+
+def test_the_past_is_refused() -> None:
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        await loop.sleep_until_ps(10)
+        with pytest.raises(AssertionError):
+            due.add(9, "a")
+
+    run(loop, main())
+
+
+def test_a_taker_that_is_cancelled_leaves_all_there() -> None:
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        due.add(100, "a")
+        async with asyncio.TaskGroup() as group:
+            taker = group.create_task(due.take())
+            await loop.sleep_until_ps(50)
+            taker.cancel()
+        assert taker.cancelled()
+        assert await due.take() == [(100, "a")]
+
+    run(loop, main())
