@@ -153,10 +153,14 @@ def serve(
     kv: Annotated[str | None, _later("WAY")] = None,
     attention: Annotated[str | None, _later("NAME")] = None,
     eplb: Annotated[str | None, _later("WAY")] = None,
-    microbatch: Annotated[str | None, _later("on|off")] = None,
-    mtp: Annotated[str | None, _later("K")] = None,
-    accept: Annotated[str | None, _later("P")] = None,
-    mtp_graphs: Annotated[str | None, _later("WAY")] = None,
+    microbatch: Annotated[
+        str, _option("on|off", "Attention of one half of a batch beside the experts of the other.")
+    ] = "off",
+    mtp: Annotated[str, _option("K", "Drafts that a decode step verifies: 0 or 1.")] = "0",
+    accept: Annotated[str | None, _option("P", "How many drafts are right, 0 to 1 (0.7).")] = None,
+    mtp_graphs: Annotated[
+        str | None, _option("WAY", "fused, or naive: a launch bubble for each graph of a step.")
+    ] = None,
     table: Annotated[str | None, _later("NAME")] = None,
 ) -> int:
     """Serve a trace and check every token (the default)."""

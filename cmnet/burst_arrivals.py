@@ -165,6 +165,8 @@ class BurstArrivals:
 
         if data.shape[1] != repeat.carried_bytes:
             raise FrameError(f"messages of {data.shape[1]} bytes, not {repeat.carried_bytes}")
+        if repeat.carried_bytes == repeat.data_bytes:
+            return table, data
         first = np.empty((len(data), repeat.data_bytes), np.uint8)
         wrong = ports.first_copies(data, np.array(repeat, np.int64), first)
         if wrong >= 0:

@@ -59,7 +59,8 @@ class Messages(NamedTuple):
     """[n] devices of this process; messages of one source are neighbours, in the order in which they
     leave."""
     targets: I64
-    """[n] devices, never the source itself."""
+    """[n] devices; the source itself only for a flag of no charged bytes, which is in when its turn
+    comes."""
     charged_bytes: I64
     """[n]"""
     ready_ps: I64
@@ -255,6 +256,7 @@ def _leave(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
     rows = np.empty((leg.end - begin, 9), np.int64)
     state = np.array([[*server.state, 0, 0, 0, 0]])
     stop: int = ports.serve_leg(
+        leg.source,
         leg.paths,
         burst.targets,
         burst.charged_bytes,
@@ -298,6 +300,10 @@ def _leave_judged(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
             break
         leg.begin += 1
         target, is_flag = int(burst.targets[row]), int(burst.flags[row])
+        if target == source:
+            own = (start_ps, start_ps, 0, 1, source, source, fabric.next_sequence(source), row)
+            rows.append((*own, 2 * fabric.process + 1))
+            continue
         route = fabric.route(Plane.UB, Operation.WRITE, source, target)
         if is_flag and (source, target) in burst.withheld:
             fabric.dropped(route, burst.kind)

@@ -90,7 +90,7 @@ DISPATCH_START = Constant(
 )
 DISPATCH_TOKEN = Constant(
     "dispatch_token",
-    0.374e-6,
+    0.365e-6,
     "s per token",
     Kind.FITTED,
     "paper, table 6, EP8 and EP256 at batch 128: the offset of dispatch, after dispatch_start",
@@ -101,7 +101,7 @@ COMBINE_START = Constant(
 )
 COMBINE_TOKEN = Constant(
     "combine_token",
-    0.027e-6,
+    0.052e-6,
     "s per token",
     Kind.FITTED,
     "paper, table 6, EP8 and EP256 at batch 128: the offset of combine, after combine_start",
@@ -109,7 +109,7 @@ COMBINE_TOKEN = Constant(
 )
 EXCHANGE_GROWTH = Constant(
     "exchange_growth",
-    0.029e-6,
+    0.0245e-6,
     "s per token and doubling of EP beyond 8",
     Kind.FITTED,
     "paper, table 6, EP8 and EP256: growth that links do not explain, cause unknown",
@@ -142,6 +142,15 @@ PREFILL_GATHER_EXPOSED = Constant(
     Kind.ASSUMED,
     "exposed they cost 0.6 s a batch and the published throughput is 21 % away",
     (0.0, 1.0),
+)
+
+GRAPH_LAUNCH = Constant(
+    "graph_launch",
+    0.7e-3,
+    "s per graph of a step with drafts, naive",
+    Kind.DERIVED,
+    "paper, MTP: 0.6 to 0.8 ms of CPU-NPU bubble; the middle",
+    (0.6e-3, 0.8e-3),
 )
 
 LAYER_OVERHEAD = Constant(

@@ -8,7 +8,8 @@ Each die writes its messages one after the other through its one egress, in the 
 each not before it is ready. Its first byte is at the target one propagation later; there all arrivals pass
 one ingress, in the order of their first bytes (ties: lower source, then earlier message), cut through: a
 message is in when its own last byte is, or when the ingress has had the time for it, whichever is later. A
-message of a die to itself passes no link: it is in when it is ready. Flags follow the messages of their die.
+message of a die to itself passes no link: it is in when it is ready. Flags follow the messages of their die,
+the one to itself too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Message(NamedTuple):
     target: int
     size: int
     ready_ps: int
+    is_flag: bool = False
 
 
 class Port:
@@ -86,7 +88,8 @@ def deliveries_ps(sends: Sequence[Sequence[Message]]) -> list[list[int]]:
         egress = Port()
         for index, message in enumerate(messages):
             if message.target == source:
-                delivered[source][index] = message.ready_ps
+                flag_ps = max(message.ready_ps, egress.free_ps) if message.is_flag else 0
+                delivered[source][index] = max(message.ready_ps, flag_ps)
                 continue
             rate_bps, propagation_ps = way(source, message.target)
             start_ps = max(message.ready_ps, egress.free_ps)
@@ -136,7 +139,7 @@ def dispatch(
             for target in ranks
         ]
         flags = [] if flag_sizes is None else list(enumerate(flag_sizes))
-        sends.append([*messages, *(Message(rank, flag, first_ps) for rank, flag in flags)])
+        sends.append([*messages, *(Message(rank, flag, first_ps, True) for rank, flag in flags)])
     return last_ps(sends)
 
 
@@ -166,6 +169,7 @@ def combine(
             for place, (_, _, source) in enumerate(sorted(of_rank))
         ]
         if flag_size is not None:
-            messages += [Message(source, flag_size, first_ps) for source in range(len(targets))]
+            sources = range(len(targets))
+            messages += [Message(source, flag_size, first_ps, is_flag=True) for source in sources]
         sends.append(messages)
     return last_ps(sends)

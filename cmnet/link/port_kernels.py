@@ -87,8 +87,10 @@ def _serve(
 
 @_SHARED  # type: ignore[untyped-decorator]  # numba has no types
 def _receive(servers: Any, at: int, table: Any, row: int) -> Any:
-    """``Server.receive``."""
+    """``Server.receive``; what a die has for itself passes no port."""
     last_ps = table[row, LAST]
+    if table[row, SOURCE] == table[row, TARGET]:
+        return last_ps
     start_ps = max(table[row, FIRST], servers[at, 0])
     delivered_ps = _serve(servers, at, start_ps, table[row, CHARGED], table[row, RATE])
     if last_ps > delivered_ps:
@@ -140,8 +142,9 @@ def _sorted_by_key(order: Any, keys: Any, bits: int) -> Any:
     return order, keys
 
 
-@_kernel(I64, TABLE, LINE, LINE, LINE, LINE, I64, I64, I64, I64, TABLE, TABLE)
+@_kernel(I64, I64, TABLE, LINE, LINE, LINE, LINE, I64, I64, I64, I64, TABLE, TABLE)
 def serve_leg(
+    source: int,
     paths: Any,
     targets: Any,
     charged_bytes: Any,
@@ -157,8 +160,9 @@ def serve_leg(
     """Serve rows begin..end of a burst back to back, as far as they start before ``until_ps``.
 
     ``paths`` [3, devices] has rate, propagation and process by target; ``state`` [1, 8] is the
-    egress. Fills ``out`` [end - begin, 9] but for its source and sequence; returns the first row that
-    is left, or ~row (negative) at one without a path or beyond ``LIMIT``.
+    egress. A row to ``source`` itself is in when its turn comes. Fills ``out`` [end - begin, 9] but for
+    its source and sequence; returns the first row that is left, or ~row (negative) at one without a
+    path or beyond ``LIMIT``.
     """
     for row in range(begin, end):
         start_ps = max(now_ps, ready_ps[row], state[0, 0])
@@ -167,11 +171,15 @@ def serve_leg(
         target = targets[row]
         rate_bps, propagation_ps = paths[0, target], paths[1, target]
         bits = charged_bytes[row] * 8
-        if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
-            return ~row
         at = row - begin
-        out[at, FIRST] = start_ps + propagation_ps
-        out[at, LAST] = _serve(state, 0, start_ps, charged_bytes[row], rate_bps) + propagation_ps
+        if target == source and bits == 0:
+            rate_bps = 1
+            out[at, FIRST] = out[at, LAST] = start_ps
+        else:
+            if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
+                return ~row
+            end_ps = _serve(state, 0, start_ps, charged_bytes[row], rate_bps)
+            out[at, FIRST], out[at, LAST] = start_ps + propagation_ps, end_ps + propagation_ps
         out[at, CHARGED] = charged_bytes[row]
         out[at, RATE] = rate_bps
         out[at, TARGET] = target

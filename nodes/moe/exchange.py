@@ -392,15 +392,7 @@ class Exchange:
     # --- links ------------------------------------------------------------------------------------
 
     async def _burst(self, key: Key, phase: Phase, writes: Writes, flags: Writes) -> None:
-        """Write, and set flags behind; a rank's messages to itself pass no link."""
-        here = flags.sources == flags.targets
-        self._take_flags(key, phase, flags.chosen(np.flatnonzero(here)))
-        layer = self._layers.get(key)
-        if here.any() and layer is not None and layer.arrivals[phase].all_announced():
-            self._context.fabric.arriving.deliver()  # own flags came last: the others lie there
-        flags = flags.chosen(np.flatnonzero(~here))
-        if not len(writes.sources) and not len(flags.sources):
-            return
+        """Write, and set flags behind, a rank's own among them: it is not done before it has written."""
 
         def lost(indices: I64) -> None:
             self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())

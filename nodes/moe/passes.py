@@ -86,15 +86,16 @@ class Passes:
         if not self._number:
             self._loads[layer] += np.bincount(experts.ravel(), minlength=self._loads.shape[1])
 
-    async def end(self) -> bool:
+    async def end(self, *, failed: str) -> bool:
         """All ranks of this node have finished the pass; returns when those of all nodes have, and
-        whether there is another. Raises PeerDeadError that names the nodes of which nothing came."""
+        whether there is another. ``failed``: why experts had better not move, if anything. Raises
+        PeerDeadError that names the nodes of which nothing came."""
         done = PassDone(
             number=self._number,
             node=self._node,
             loads=b"" if self._number else rebalancing.packed(self._loads),
             ready=self._weights.ready,
-            failed=self._weights.failed,
+            failed=self._weights.failed or failed,
         )
         self._take(done)
         for node, home in self._homes.items():

@@ -158,10 +158,15 @@ class MoeNode:
         if self._passes is None:
             return step + 1 < self._job.steps
         try:
-            return await self._passes.end()
+            return await self._passes.end(failed=self._missing_text())
         except PeerDeadError as error:
             self._stop(step + 1, str(error))
             return False
+
+    def _missing_text(self) -> str:
+        if not self._missing:
+            return ""
+        return f"{self._context.name} misses ranks {_few(sorted(self._missing))}"
 
     def _placements(self) -> tuple[Placement, ...]:
         """In force in this pass."""

@@ -15,7 +15,8 @@ of a pass and follows the same rule, so all have the same placement in the next 
     after      the same placement, nothing moves: what it brought is measured
 
 All layers move side by side, stage by stage; one whose rounds are over waits for the others. Where a node
-cannot fetch its weights, all give up: they go on with the placement in force, in which nothing is missing.
+cannot fetch its weights, or misses ranks before it has them, all give up: they go on with the placement in
+force, in which nothing is missing.
 
 Two ways are looked at (``find_way``). A new placement of everything takes many rounds, as few slots can be
 spared at a time: of a skewed layer at EP 8 with 8 replicas 75, to a largest load of 1.10 of the mean (from
@@ -171,7 +172,7 @@ class Rebalancing:
 
     def _give_up(self, done: Sequence[PassDone]) -> None:
         self._again += 1
-        if self.now.stage != "prefetch":  # from there on nothing comes from others
+        if self.now.stage not in ("before", "prefetch"):  # from there on nothing comes from others
             return
         failed = [each.failed for each in done if each.failed]
         if failed:

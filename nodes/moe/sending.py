@@ -170,10 +170,14 @@ def combine_flags(
 def _flags(legs: dict[int, Leg], to: I64, counts: I64, charged: I64) -> Writes:
     began_ps = np.array([leg.began_ps for leg in legs.values()], dtype=np.int64)
     first_ps = np.array([leg.first_ps for leg in legs.values()], dtype=np.int64)
+    sources, targets = (
+        np.repeat(np.array(list(legs), dtype=np.int64), len(to)),
+        np.tile(to, len(legs)),
+    )
     return Writes(
-        sources=np.repeat(np.array(list(legs), dtype=np.int64), len(to)),
-        targets=np.tile(to, len(legs)),
-        charged_bytes=np.tile(charged, len(legs)),
+        sources=sources,
+        targets=targets,
+        charged_bytes=np.where(sources == targets, 0, np.tile(charged, len(legs))),
         ready_ps=np.repeat(first_ps, len(to)),
         data=layout.pack_flags(np.repeat(began_ps, len(to)), counts),
     )

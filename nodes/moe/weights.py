@@ -3,7 +3,8 @@
 Owns what each slot holds, the reads from other ranks' dies, the copy into a slot and the check of both.
 Does not own which experts move, nor when (``rebalancing``); the numbers that experts compute with are the
 body's. An expert's weights in a layer are charged at their size (``constants.EXPERT_WEIGHTS``) and carried
-as 64 bytes that name expert and layer.
+as 64 bytes that name expert and layer. Reads share links with dispatch and combine; that a copy within HBM
+would slow down the experts of its die is not charged.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ class Weights:
             self._fetch_all(now)
         elif now.stage == "load" and not again:
             self._load_all(now)
-        elif now.stage == "enable":
-            self._check_slots(now)
+        self._check_slots(now)
 
     def _fill(self, layer: int, rank: int, experts: tuple[int, ...]) -> None:
         self._ub.memory.register(
@@ -159,9 +159,11 @@ class Weights:
         self._busy -= 1
 
     def _check_slots(self, now: Pass) -> None:
-        """Before the first token comes: what is enabled is there."""
+        """Before the first token comes: a slot of the round that is in use has been loaded."""
         for rank, todo in self._moves(now).items():
             for layer, move in todo:
+                if now.placements[layer].slots[rank][move.slot] != move.expert:
+                    continue
                 data = self._held((layer, rank, move.slot))
                 _check(data, layer, rank, move.expert, f"in slot {move.slot}")
 

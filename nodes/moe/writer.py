@@ -34,7 +34,8 @@ class Writer:
         charged = np.bincount(
             writes.sources, weights=writes.charged_bytes, minlength=len(self._devices)
         )
-        for source in np.unique(flags.sources).tolist():
+        sources = np.unique(flags.sources).tolist() if len(self._devices) > 1 else []
+        for source in sources:
             await self._fabric.room(self._any_route(source), int(charged[source]))
         self._fabric.send_burst(
             kind=kind,

@@ -93,7 +93,7 @@ def prepare(
     scale = serve_options.scale(options.scale, model, exact=exact)
     return Prepared(
         machine=machine,
-        job=make_job(machine, _workload(options, model), scale, options.model),
+        job=make_job(machine, _workload(options, model), scale, options.model, options.decoding),
         plan=plan,
         options=options,
         command_line=list(command_line),
@@ -225,6 +225,7 @@ def _serving(prepared: Prepared) -> Serving:
         body=job.body,
         fingerprint=bodies.make(job.body, job.model).fingerprint,
         settings=job.serving,
+        decoding=job.decoding,
         prefill_npus=sum(map(len, roles.prefill)) * machine.npus_per_node,
         decode_npus=len(roles.decode) * machine.npus_per_node,
         ep_size=len(roles.decode) * machine.dies_per_node,

@@ -72,17 +72,22 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     token_overhead: float = c.TOKEN_OVERHEAD.value
     hottest_expert: float = c.HOTTEST_EXPERT.value
 
-    def attention_ps(self, load: Load) -> int:
-        """Attention stream of one layer: projections, attention, overheads."""
-        return _ps(self._attention(load, cores=1.0))
+    def attention_ps(self, load: Load, *, microbatch: Microbatch = "off") -> int:
+        """Attention stream of one layer: projections, attention, overheads. With micro-batches,
+        ``load`` is of one of them."""
+        cores = c.ATTENTION_CORES.value if microbatch == "on" else 1.0
+        return _ps(self._attention(load, cores=cores))
 
-    def expert_ps(self, *, rows: float, experts: int | None = None) -> int:
+    def expert_ps(
+        self, *, rows: float, experts: int | None = None, microbatch: Microbatch = "off"
+    ) -> int:
         """Experts of this die in one layer, for so many rows received (a token once per expert).
 
         ``experts``: how many of the die's experts had a row; all by default. Weights of an expert
         without rows are not read.
         """
-        return _ps(self._expert(rows=rows, experts=experts, cores=1.0))
+        cores = c.MOE_CORES.value if microbatch == "on" else 1.0
+        return _ps(self._expert(rows=rows, experts=experts, cores=cores))
 
     def dispatch_ps(self, tokens: float) -> int:
         """Dispatch of a layer that is not carried: operator and the hottest die's port."""
@@ -103,13 +108,19 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
         """One MoE layer that is not carried."""
         if microbatch == "on":
             half = load.halved()
-            attention_ps = _ps(self._attention(half, cores=c.ATTENTION_CORES.value))
+            attention_ps = self.attention_ps(half, microbatch="on")
             return 2 * max(attention_ps, self._moe_ps(half, cores=c.MOE_CORES.value))
         return self.attention_ps(load) + self._moe_ps(load, cores=1.0)
 
     def head_ps(self, queries: int) -> int:
         """The LM heads of one step, one for the model and one for each draft; weights bound."""
         return _ps(queries * _weights_s(c.HEAD_WEIGHTS.value))
+
+    def launches_ps(self, queries: int, *, graphs: Literal["fused", "naive"]) -> int:
+        """Before a step with drafts: a bubble for each of its graphs, or none where metadata are made
+        once a step and sampling is in the graph."""
+        bubbles = queries if graphs == "naive" and queries > 1 else 0
+        return bubbles * _ps(c.GRAPH_LAUNCH.value)
 
     def step_overhead_ps(self, load: Load) -> int:
         """A step's part that no MoE layer has: dense layers' attention and the LM heads."""

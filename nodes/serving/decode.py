@@ -1,14 +1,15 @@
 """Decode on one node: its ranks' sequences, its experts, one step after the other.
 
-Owns the sequences (KV rows, last token) of this node's ranks, and both sides of the exchange. Does not
-own when a step is done (``leader``) nor who lives (the gateway's epochs). A step changes a sequence
-only at its end, so a step that is given up is simply done again; the beginning of the next one gives
-up the one in progress, so no sequence is ever in two.
+Owns which sequences this node's ranks hold and which of them are in the step, and both sides of the
+exchange. Does not own what happens within a step (``walk``), when one is done (``leader``) nor who lives
+(the gateway's epochs). A step changes a sequence only at its end, so a step that is given up is simply
+done again; the beginning of the next one gives up the one in progress, so no sequence is ever in two.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,54 +19,18 @@ import numpy as np
 from cmnet.errors import LinkError, OperationError, PeerDeadError
 from cmnet.launch.agent import Context
 from cmnet.topology.machine import Machine, Plane
-from nodes.model.body import Array, Body
+from nodes.model.body import Body
 from nodes.moe import placement
 from nodes.moe.exchange import Exchange
 from nodes.moe.experts import Experts
 from nodes.moe.layer import Group, Key, Phase, Touch
-from nodes.moe.layout import Tokens
 from nodes.moe.operators import Operators
-from nodes.moe.sending import Leg
 from nodes.post import Post
 from nodes.serving import messages
 from nodes.serving.cost import DecodeCost, Load
 from nodes.serving.job import Job
-
-
-class Sequence:
-    """One request being decoded. ``rows`` is [carried layers, room], of which ``length`` are used."""
-
-    __slots__ = (
-        "attempt",
-        "kv_tokens",
-        "length",
-        "produced",
-        "rank",
-        "request",
-        "rows",
-        "share",
-        "token",
-        "total",
-    )
-
-    def __init__(self, message: messages.Rows, rows: Array) -> None:
-        self.request = message.request
-        self.attempt = message.attempt
-        self.rank = message.rank
-        self.kv_tokens = message.input_tokens
-        self.token = message.token
-        self.produced = 1
-        self.total = message.output_tokens
-        self.length = message.rows
-        self.share = message.share
-        room = message.rows + message.output_tokens
-        self.rows = np.zeros((rows.shape[0], room), dtype=rows.dtype)
-        self.rows[:, : message.rows] = rows
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(request, attempt)"""
-        return self.request, self.attempt
+from nodes.serving.sequences import Sequence, Turn
+from nodes.serving.walk import Walk
 
 
 class DecodeNode:
@@ -86,7 +51,6 @@ class DecodeNode:
         self._gateway = _vpc_port_of_gateway(context)
         self._vpc = machine.vpc_port(context.process)
         self._cost = DecodeCost(dies=len(self._devices), model=job.model)
-        self._settings = job.model
         self._pause_ps = job.serving.step_pause.amount
         self._operators = Operators(ep_size=len(self._devices), model=job.model)
         self._exchange = Exchange(
@@ -97,24 +61,31 @@ class DecodeNode:
             operators=self._operators,
             timeout_ps=job.serving.step_timeout.amount,
         )
-        self._exchange.on_combined = self._combined
         self._exchange.on_late = self._late
         self._exchange.on_lost = self._lost
         self._exchange.on_wrong = lambda key, error: self._fail(key, error)
+        self._decoding = job.decoding
+        self._walk = Walk(
+            context.loop,
+            self._exchange,
+            body,
+            cost=self._cost,
+            operators=self._operators,
+            decoding=job.decoding,
+            touch=touch,
+        )
         self._experts = Experts(
             context.loop,
             self._exchange,
             body,
             self._operators,
-            expert_ps=self._cost.expert_ps,
-            layer_of=lambda key: key[2],
+            expert_ps=functools.partial(self._cost.expert_ps, microbatch=job.decoding.microbatch),
+            layer_of=self._walk.layer_of,
             touch=touch,
         )
         context.spawn(self._experts.run(), "experts")
-        self._batch = job.serving.decode_sequences_max.amount
-        self._returned: dict[int, int] = {}
-        """Local rank -> when its combine returned, of the layer in progress."""
-        self._all_returned: asyncio.Future[None] | None = None
+        sequences_max = job.serving.decode_sequences_max.amount
+        self._batch = -(-sequences_max // job.decoding.parts) * job.decoding.queries
         self._waiting: dict[tuple[int, int], Sequence] = {}
         """By (request, attempt): a given-up attempt may still be on its way here."""
         self._active: dict[tuple[int, int], Sequence] = {}
@@ -134,8 +105,8 @@ class DecodeNode:
         """Ranks of this epoch."""
         self._task: asyncio.Task[None] | None = None
         """The step in progress."""
-        self.steps = 0
-        self.tokens = 0
+        self.counts = dict.fromkeys(("steps", "turns", "tokens", "fed", "proposed", "accepted"), 0)
+        """``turns``: sequences that went through a step; ``fed`` tokens went with them."""
         post.on(messages.Step, self._begin_step)
         post.on(messages.Rows, self._rows_came)
         post.on(messages.Cancel, self._cancel)
@@ -236,7 +207,9 @@ class DecodeNode:
         group = Group(
             sources=np.array(sources, dtype=np.int64),
             experts=np.array(self._alive, dtype=np.int64),
-            placements=(placement.without(self._placement, dead=dead) if dead else self._placement,),
+            placements=(
+                placement.without(self._placement, dead=dead) if dead else self._placement,
+            ),
             batch=self._batch,
         )
         self._exchange.begin(epoch.number, number, group)
@@ -262,16 +235,24 @@ class DecodeNode:
             self._announce(sequence)
 
     async def _step(self, step: messages.Step) -> None:
-        mine = list(self._active.values())
+        most = max(count for _, count in step.sources)
+        load = Load(sequences=most, queries=self._decoding.queries, kv_tokens=step.kv_tokens)
         try:
-            self._commit(await self._run_tokens(step, mine), mine)
+            turns = await self._walk.run(
+                (step.epoch, step.number),
+                load,
+                ranks=self._ranks_in(step),
+                sequences=list(self._active.values()),
+            )
         except OperationError as error:
             self._say_done(str(error))
         else:
+            self._commit(turns)
             self._say_done("")
 
     def _say_done(self, error: str) -> None:
-        node, active = self._context.process, tuple(self._active)
+        node = self._context.process
+        active = tuple((*key, sequence.kv_tokens) for key, sequence in self._active.items())
         done = messages.StepDone(self._epoch.number, self._number, node, active, error)
         self.send(self._epoch.nodes[0], done)
 
@@ -301,112 +282,40 @@ class DecodeNode:
         first = self._first_rank
         return [rank for rank, _ in step.sources if first <= rank < first + self._dies]
 
-    async def _run_tokens(self, step: messages.Step, mine: list[Sequence]) -> Array:
-        """All layers for this node's tokens; returns their states after the last one."""
-        body, layers = self._body, self._settings.carried_layers
-        places = self._touch("places", np.array([s.length for s in mine], dtype=np.int64))
-        tokens = np.array([s.token for s in mine], dtype=np.int64)
-        states = body.start_tokens(tokens, places=places)
-        most = max(count for _, count in step.sources)
-        load = Load(sequences=most, queries=1, kv_tokens=step.kv_tokens)
-        skipped = self._settings.moe_layers - layers
-        layer_ps = self._cost.layer_ps(load, microbatch="off")
-        for layer in range(layers):
-            states = self._attend(mine, states, layer)
-            states = await self._moe(step, mine, states, layer, load)
-            share = skipped * (layer + 1) // layers - skipped * layer // layers
-            await self._loop.sleep_ps(share * layer_ps)
-        await self._loop.sleep_ps(self._cost.step_overhead_ps(load))
-        return states
-
-    def _attend(self, mine: list[Sequence], states: Array, layer: int) -> Array:
-        body = self._body
-        if not mine:
-            return states
-        own = body.kv_rows(states, layer=layer)
-        sums = []
-        for index, sequence in enumerate(mine):
-            sequence.rows[layer, sequence.length] = own[index]
-            rows = sequence.rows[layer, : sequence.length + 1]
-            sums.append(body.read(states[index : index + 1], rows, layer=layer, first_place=0))
-        return body.attend(states, np.concatenate(sums), layer=layer)
-
-    async def _moe(
-        self, step: messages.Step, mine: list[Sequence], states: Array, layer: int, load: Load
-    ) -> Array:
-        """The tokens' visit to their experts; results come in the order of ranks."""
-        loop, key = self._loop, (step.epoch, step.number, layer)
-        by_rank: dict[int, list[int]] = {rank: [] for rank in self._ranks_in(step)}
-        for index, sequence in enumerate(mine):
-            by_rank[sequence.rank].append(index)
-        order = [index for rank in by_rank for index in by_rank[rank]]
-        await loop.sleep_ps(self._cost.attention_ps(load))
-        gate = self._body.gate(states[order], layer=layer)
-        tokens = Tokens(
-            ranks=np.repeat(list(by_rank), [len(chosen) for chosen in by_rank.values()]),
-            numbers=np.concatenate([np.arange(len(chosen)) for chosen in by_rank.values()]),
-            experts=gate.experts,
-            vectors=self._body.dispatch(states[order]),
-        )
-        began_ps = loop.now_ps
-        await loop.sleep_ps(self._operators.dispatch_start_ps)
-        legs = dict.fromkeys(by_rank, Leg(began_ps, loop.now_ps))
-        self._returned, self._all_returned = dict.fromkeys(by_rank, -1), loop.create_future()
-        await self._exchange.dispatch(key, tokens, legs)
-        await self._all_returned
-        most = max(len(chosen) for chosen in by_rank.values())
-        read_ps = max(self._returned.values()) + self._operators.sum_ps(most)
-        await loop.sleep_until_ps(max(read_ps, loop.now_ps))
-        results, _ = self._exchange.results(key, tokens.ranks, tokens.numbers)
-        self._exchange.results_read(key, dict.fromkeys(by_rank, read_ps))
-        if layer:
-            self._exchange.end((*key[:2], layer - 1))
-        after = self._combine(states[order], gate.weights, results, layer)
-        return after[np.argsort(order)]
-
-    def _combined(self, key: Key, done_ps: dict[int, int]) -> None:
-        self._returned |= done_ps
-        done = self._all_returned
-        if done is not None and not done.done() and min(self._returned.values()) >= 0:
-            done.set_result(None)
-
-    def _combine(self, states: Array, weights: Array, results: Array, layer: int) -> Array:
-        tokens, top_k = len(states), self._settings.top_k
-        routed = self._touch("results", results[:, :top_k].reshape(tokens * top_k, -1))
-        routed = routed.reshape(tokens, top_k, -1)
-        slots = self._touch("slots", np.arange(top_k))
-        shared = self._touch("shared", results[:, top_k])
-        weights = self._touch("weights", weights)
-        return self._body.combine(states, weights[:, slots], routed[:, slots], shared, layer=layer)
-
-    def _commit(self, states: Array, mine: list[Sequence]) -> None:
+    def _commit(self, turns: list[tuple[Sequence, Turn]]) -> None:
         """The step happened: tokens out, sequences move on or end."""
-        self.steps += 1
-        if not mine:
-            return
-        sampled = self._body.sample(states).tolist()
-        seals = self._body.seals(states).tolist()
-        out: list[tuple[int, int, int, int, int, int | None]] = []
-        for sequence, token, seal in zip(mine, sampled, seals, strict=True):
+        self.counts["steps"] += 1
+        out: list[messages.Token] = []
+        folds: list[tuple[int, int, int]] = []
+        for sequence, turn in turns:
             if self._active.get(sequence.key) is not sequence:
                 continue  # cancelled meanwhile
-            sequence.length += 1
-            sequence.kv_tokens += 1
-            sequence.token = token
+            self._count(turn)
             index = sequence.produced
-            sequence.produced += 1
-            receipt = None
-            if sequence.produced == sequence.total:
-                receipt = self._body.receipt(seal, [sequence.share])
+            sequence.commit(turn)
+            for token, seal in zip(turn.tokens, turn.seals, strict=True):
+                out.append((*sequence.key, index, token, seal, None))
+                index += 1
+            if sequence.ended:
+                receipt = self._body.receipt(turn.seals[-1], [sequence.share])
+                out[-1] = (*out[-1][:5], receipt)
+                folds += [(*sequence.key, sequence.fold)] if self._decoding.drafts else []
                 del self._active[sequence.key]
-            out.append((sequence.request, sequence.attempt, index, token, seal, receipt))
-        self.tokens += len(out)
         if out:
-            self._post.send(Plane.VPC, self._vpc, self._gateway, messages.Tokens(tuple(out)))
+            tokens = messages.Tokens(tuple(out), tuple(folds))
+            self._post.send(Plane.VPC, self._vpc, self._gateway, tokens)
+
+    def _count(self, turn: Turn) -> None:
+        counts = self.counts
+        counts["turns"] += 1
+        counts["tokens"] += len(turn.tokens)
+        counts["fed"] += 1 + turn.proposed
+        counts["proposed"] += turn.proposed
+        counts["accepted"] += turn.accepted
 
     def statistics(self) -> dict[str, Any]:
         """Counters and samples for the report."""
-        return {"steps": self.steps, "tokens": self.tokens} | self._exchange.statistics()
+        return self.counts | self._exchange.statistics() | self._walk.timeline.statistics()
 
 
 def _deployment(job: Job, machine: Machine) -> tuple[int, int]:

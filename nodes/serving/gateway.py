@@ -36,8 +36,9 @@ class Attempt(Exception):
 class Progress:
     """What is known of one request."""
 
-    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "early", "first_ps", "instance", "kept",
-                 "moved_ps", "rank", "receipt", "request", "seals", "token_ps", "tokens")  # fmt: skip
+    __slots__ = ("attempt", "blocks", "blocks_hit", "done", "draft_fold", "early", "first_ps",
+                 "instance", "kept", "moved_ps", "rank", "receipt", "request", "seals", "token_ps",
+                 "tokens")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -49,6 +50,7 @@ class Progress:
         self.seals: list[int] = []
         self.token_ps: list[int] = []
         self.receipt: int | None = None
+        self.draft_fold = 0
         self.done: asyncio.Future[None] | None = None
         self.first_ps = -1
         self.moved_ps = 0
@@ -60,7 +62,7 @@ class Progress:
     def begin(self, *, instance: int, rank: int, now_ps: int, done: asyncio.Future[None]) -> None:
         """A new attempt, from the prompt."""
         self.instance, self.rank, self.moved_ps, self.done = instance, rank, now_ps, done
-        self.kept = 0
+        self.kept = self.draft_fold = 0
         self.early = []
 
     @property
@@ -228,6 +230,7 @@ class Gateway:
             "tokens": progress.tokens,
             "seals": progress.seals,
             "receipt": progress.receipt,
+            "draft_fold": progress.draft_fold if self._job.decoding.drafts else None,
         }
         self._file.write(msgspec.json.encode(record) + b"\n")
 
@@ -253,6 +256,10 @@ class Gateway:
             self._take(progress, each)
 
     def _tokens(self, message: messages.Tokens, _: bytes, source: int) -> None:
+        for request, attempt, fold in message.folds:
+            progress = self._current(request, attempt)
+            if progress is not None:
+                progress.draft_fold = fold
         for request, attempt, index, token, seal, receipt in message.tokens:
             progress = self._current(request, attempt)
             came = (index, token, seal, receipt)

@@ -7,6 +7,7 @@ import msgspec
 from cmnet.topology.machine import Machine
 from nodes.model import bodies
 from nodes.model.tiles import Scale
+from nodes.serving.decoding import PLAIN, Decoding
 from nodes.serving.settings import ServingSettings
 from nodes.serving.workload import Workload
 from nodes.settings import ModelSettings
@@ -20,16 +21,30 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     serving: ServingSettings
     scale: Scale
     body: bodies.Name = "seal"
+    decoding: Decoding = PLAIN
 
 
-def make_job(machine: Machine, workload: Workload, scale: Scale, body: bodies.Name = "seal") -> Job:
+def make_job(
+    machine: Machine,
+    workload: Workload,
+    scale: Scale,
+    body: bodies.Name = "seal",
+    decoding: Decoding = PLAIN,
+) -> Job:
     """A job with the settings of the machine's ``model:`` and ``serving:`` sections.
 
     The machine must have been loaded with ``EXTENSIONS``.
     """
     model, serving = machine.sections["model"], machine.sections["serving"]
     assert isinstance(model, ModelSettings) and isinstance(serving, ServingSettings)
-    return Job(workload=workload, model=model, serving=serving, scale=scale, body=body)
+    return Job(
+        workload=workload,
+        model=model,
+        serving=serving,
+        scale=scale,
+        body=body,
+        decoding=decoding,
+    )
 
 
 EXTENSIONS: dict[str, type[msgspec.Struct]] = {"model": ModelSettings, "serving": ServingSettings}

@@ -80,10 +80,13 @@ class Leader:
         """A node is through with the step."""
         if message.number != self.number:
             return
+        kv_tokens = {(request, attempt): kv for request, attempt, kv in message.active}
         for sequence, (rank, _) in list(self._active.items()):
             if self._node_of_rank(rank) == message.node:
                 self._unconfirmed.pop(sequence, None)
-                if sequence not in message.active:
+                if sequence in kv_tokens:
+                    self._active[sequence] = (rank, kv_tokens[sequence])
+                else:
                     del self._active[sequence]
         self._error = self._error or message.error
         self._due.discard(message.node)
@@ -115,19 +118,19 @@ class Leader:
 
     async def _step(self) -> None:
         """Begin the next step and wait for its end, or for as long as one may take."""
-        tokens: dict[int, int] = {}
+        sequences: dict[int, int] = {}
         kv_tokens: dict[int, int] = {}
         for rank, kv in self._active.values():
-            tokens[rank] = tokens.get(rank, 0) + 1
+            sequences[rank] = sequences.get(rank, 0) + 1
             kv_tokens[rank] = kv_tokens.get(rank, 0) + kv
         self.number += 1
         self._error = ""
-        self._due = {self._node_of_rank(rank) for rank in tokens}
+        self._due = {self._node_of_rank(rank) for rank in sequences}
         step = messages.Step(
             epoch=self._epoch.number,
             number=self.number,
             admitted=tuple(self._unconfirmed),
-            sources=tuple(sorted(tokens.items())),
+            sources=tuple(sorted(sequences.items())),
             kv_tokens=max(kv_tokens.values()),
         )
         for node in self._epoch.nodes:
@@ -148,7 +151,6 @@ class Leader:
         """The step is over: go on, try again after a pause, or give up."""
         if not self._error:
             self._failures = 0
-            self._active = {s: (rank, kv + 1) for s, (rank, kv) in self._active.items()}
             return
         self._failures += 1
         if self._failures == self._tries:

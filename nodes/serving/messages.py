@@ -89,7 +89,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     admitted: tuple[tuple[int, int], ...]
     """(request, attempt) of those that join, until their node has answered a step that named them."""
     sources: tuple[tuple[int, int], ...]
-    """(rank, tokens) of every rank that has tokens."""
+    """(rank, sequences) of every rank that has some."""
     kv_tokens: int
     """The largest KV length that any rank reads: layers that are not carried last as long."""
 
@@ -100,8 +100,8 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     number: int
     node: int
-    active: tuple[tuple[int, int], ...]
-    """(request, attempt) of each"""
+    active: tuple[tuple[int, int, int], ...]
+    """(request, attempt, KV tokens) of each"""
     error: str
 
 
@@ -113,11 +113,16 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """Decode node to gateway: one token each."""
+Token = tuple[int, int, int, int, int, int | None]
+"""(request, attempt, index, token, seal, receipt with the last)"""
 
-    tokens: tuple[tuple[int, int, int, int, int, int | None], ...]
-    """(request, attempt, index, token, seal, receipt with the last)"""
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Decode node to gateway: what a step made; of a sequence one token, or several in their order."""
+
+    tokens: tuple[Token, ...]
+    folds: tuple[tuple[int, int, int], ...] = ()
+    """(request, attempt, fold of the MTP layer) of those that end here, where a run has drafts."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

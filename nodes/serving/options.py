@@ -15,6 +15,8 @@ import msgspec
 
 from cmnet.launch import options
 from nodes.model import tiles
+from nodes.serving.cost import Microbatch
+from nodes.serving.decoding import Decoding, Graphs
 from nodes.settings import ModelSettings
 
 GENERATED_REQUESTS = 40
@@ -38,6 +40,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     socket_buffer_bytes: int = 4 << 20
     journal: bool = False
     out: str | None = None
+    microbatch: Microbatch = "off"
+    mtp: int = 0
+    accept: str = "0.7"
+    """An exact number as text, 0 to 1."""
+    mtp_graphs: Graphs = "fused"
+
+    @property
+    def decoding(self) -> Decoding:
+        """How decode goes about its steps."""
+        return Decoding(
+            microbatch=self.microbatch,
+            drafts=self.mtp,
+            accept=self.accept,
+            graphs=self.mtp_graphs,
+            seed=self.seed,
+        )
 
     @property
     def speed_up(self) -> Fraction:
@@ -47,14 +65,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 NAMES = (
     *("trace", "requests", "rate", "plan", "seed", "scale", "model", "moe", "start_order"),
-    *("socket_buffer", "journal", "out", "scheduler"),
+    *("socket_buffer", "journal", "out", "scheduler", "microbatch", "mtp", "accept", "mtp_graphs"),
 )
 """What ``parse`` takes, as Python names."""
 
-LATER = (
-    *("pace", "cache_plane", "kv", "attention", "eplb", "microbatch", "mtp", "accept"),
-    *("mtp_graphs", "table"),
-)
+LATER = ("pace", "cache_plane", "kv", "attention", "eplb", "table")
 """Options of parts that are not built yet."""
 
 
@@ -88,7 +103,27 @@ def parse(given: Mapping[str, Any]) -> Options:
         socket_buffer_bytes=options.socket_buffer_bytes(given["socket_buffer"]),
         journal=given["journal"],
         out=options.path(given["out"], option="--out"),
+        **_decoding(given),
     )
+
+
+def _decoding(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Micro-batches and drafts. ``--accept`` and ``--mtp-graphs`` say something of drafts only."""
+    built = ("on", "off")
+    microbatch = options.choice(given["microbatch"], option="--microbatch", built=built)
+    mtp = int(options.choice(given["mtp"], option="--mtp", built=("0", "1")))
+    accept, graphs = given["accept"], given["mtp_graphs"]
+    for name, value in (("--accept", accept), ("--mtp-graphs", graphs)):
+        if value is not None and not mtp:
+            raise options.wrong(name, value, "--mtp 1 beside it")
+    found = {"microbatch": microbatch, "mtp": mtp}
+    if accept is not None:
+        _share(accept, option="--accept")
+        found["accept"] = accept
+    if graphs is not None:
+        built = ("fused", "naive")
+        found["mtp_graphs"] = options.choice(graphs, option="--mtp-graphs", built=built)
+    return found
 
 
 def recorded(data: object) -> Options:
@@ -105,6 +140,13 @@ def scale(text: str, model: ModelSettings, *, exact: bool = False) -> tiles.Scal
         return tiles.parse_scale(text, model, exact=exact)
     except ValueError as error:
         raise options.wrong("--scale", text, str(error)) from None
+
+
+def _share(text: str, *, option: str) -> None:
+    """An exact number from 0 to 1."""
+    expected = "a number from 0 to 1, such as 0.7"
+    if text != "0" and options.positive(text, option=option) > 1:
+        raise options.wrong(option, text, expected)
 
 
 def _absolute(text: str, option: str) -> str:

@@ -48,7 +48,7 @@ TTFT = Figure(
 TPOT = Figure(
     value=49_400 * US,
     source="paper, table 4: 96 sequences per NPU, 4,096 + 256 tokens, MTP 1.7 tokens a step [V2]",
-    differs="two constants are fitted to such figures; here no MTP, and load is the trace's",
+    differs="two constants are fitted to such figures; here MTP is the options', load the trace's",
     mark="fitted",
 )
 DECODE_SPEED = Figure(

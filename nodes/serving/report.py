@@ -181,6 +181,8 @@ def rows(sources: Sources) -> list[dict[str, Any]]:
         {"table": "prefix", "name": "blocks"} | _prefix(sources),
         *_latency_rows(sources),
         *_exchange_rows(sources),
+        *_step_rows(sources),
+        _draft_row(sources),
         *_speed_rows(sources),
         *running.plane_rows(sources.statistics),
     ]
@@ -212,10 +214,46 @@ def _exchange_rows(sources: Sources) -> list[dict[str, Any]]:
     ]
 
 
+def _step_rows(sources: Sources) -> list[dict[str, Any]]:
+    """Decode steps: their length, and how busy each stream was in the carried layers."""
+    parts = {
+        "step": ("step_ps", "first attention to sampling, a node and step"),
+        "attention stream": ("attention_ps", "busy in carried layers, a node and step"),
+        "MoE stream": ("moe_ps", "gate to combine in carried layers, a node and step"),
+        "both streams": ("both_ps", "busy at once in carried layers, a node and step"),
+    }
+    microbatch = {"microbatch": sources.serving.decoding.microbatch}
+    return [
+        _times("steps", name, [s for each in sources.program("decode", key) for s in each], what)
+        | microbatch
+        for name, (key, what) in parts.items()
+    ]
+
+
+def _draft_row(sources: Sources) -> dict[str, Any]:
+    """What became of drafts. ``acceptance`` of none proposed is none."""
+    decoding = sources.serving.decoding
+    counts = {
+        name: sum(sources.program("decode", name))
+        for name in ("turns", "tokens", "proposed", "accepted")
+    }
+    proposed, turns = counts["proposed"], counts["turns"]
+    return {
+        "table": "drafts",
+        "name": "MTP",
+        "definition": "turns: sequences that went through a step; tokens per turn: the paper's per step",
+        "drafts": decoding.drafts,
+        "accept": decoding.accept if decoding.drafts else None,
+        "graphs": decoding.graphs if decoding.drafts else None,
+        "acceptance": counts["accepted"] / proposed if proposed else None,
+        "tokens_per_turn": counts["tokens"] / turns if turns else None,
+    } | counts
+
+
 def _tokens_per_die(sources: Sources) -> float:
     """Mean tokens of a die in a decode step; the published figures are at 128."""
     steps = max(sources.program("decode", "steps"), default=0)
-    tokens: int = sum(sources.program("decode", "tokens"))
+    tokens: int = sum(sources.program("decode", "fed"))
     return tokens / (steps * sources.serving.ep_size or 1)
 
 

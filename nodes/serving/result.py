@@ -12,6 +12,7 @@ import msgspec
 
 from cmnet.errors import InputError
 from nodes.model import bodies
+from nodes.serving.decoding import PLAIN, Decoding
 from nodes.serving.settings import ServingSettings
 from nodes.serving.workload import Request, Workload
 from nodes.settings import ModelSettings
@@ -43,6 +44,8 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
     seals: list[int] = []
     receipt: int | None = None
+    draft_fold: int | None = None
+    """Of the MTP layer; None where a run has no drafts."""
     hash_ids: list[int] = []
 
     def is_answer_to(self, request: Request) -> bool:
@@ -66,6 +69,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     """Of the model."""
     settings: ServingSettings
+    decoding: Decoding = PLAIN
     prefill_npus: int
     decode_npus: int
     ep_size: int

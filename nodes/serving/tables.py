@@ -65,10 +65,12 @@ def _first(lines: Iterable[str]) -> Iterator[str]:
 
 
 def all_tables(report: Report) -> list[Table]:
-    """Latency, exchange, speed, planes, constants."""
+    """Latency, exchange, steps, drafts, speed, planes, constants."""
     return [
         _times_table(report, "latency", "Latency of answered requests (percentiles: nearest rank)"),
         _times_table(report, "exchange", _exchange_title(report)),
+        _times_table(report, "steps", _steps_title(report)),
+        *_drafts_tables(report),
         _speed_table(report),
         _published_table(report),
         _planes_table(report),
@@ -110,6 +112,38 @@ def _rows(report: Report, table: str) -> list[dict[str, Any]]:
 def _exchange_title(report: Report) -> str:
     row = _rows(report, "exchange")[0]
     return f"Expert exchange over UB, EP{row['ep_size']}, {row['tokens_per_die']:.3f} tokens a die"
+
+
+def _steps_title(report: Report) -> str:
+    return f"Decode steps, micro-batches {_rows(report, 'steps')[0]['microbatch']}"
+
+
+def _drafts_tables(report: Report) -> list[Table]:
+    """One, where the run had drafts."""
+    return [
+        Table(
+            title=f"Drafts (MTP), {row['accept']} asked to be right, {row['graphs']} graphs",
+            columns=("", ">proposed", ">accepted", ">share", ">turns", ">tokens", ">tokens/turn"),
+            rows=[
+                (
+                    row["name"],
+                    str(row["proposed"]),
+                    str(row["accepted"]),
+                    _ratio(row["acceptance"]),
+                    str(row["turns"]),
+                    str(row["tokens"]),
+                    _ratio(row["tokens_per_turn"]),
+                )
+            ],
+            note=row["definition"],
+        )
+        for row in _rows(report, "drafts")
+        if row["drafts"]
+    ]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _times_table(report: Report, name: str, title: str) -> Table:

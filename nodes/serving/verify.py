@@ -41,6 +41,7 @@ class Verifier:
     def __init__(self, serving: Serving) -> None:
         self.verified = Verified()
         self._requests = serving.workload.requests
+        self._drafts = serving.decoding.drafts > 0
         self._oracle = bodies.judge(serving.body, serving.model)
         self._seen: set[int] = set()
 
@@ -65,7 +66,8 @@ class Verifier:
         if answer.status != "ok":
             return
         self.verified.requests += 1
-        if not answer.is_answer_to(request) or answer.receipt is None:
+        folded = (answer.draft_fold is not None) == self._drafts
+        if not answer.is_answer_to(request) or answer.receipt is None or not folded:
             asked = request.output_tokens
             self._count(asked, asked, f"{name}: is not what the workload asked for")
             return
@@ -77,6 +79,7 @@ class Verifier:
             tokens=answer.tokens,
             seals=answer.seals,
             receipt=answer.receipt,
+            draft_fold=answer.draft_fold,
         )
         verdict = self._oracle.check(claimed)
         self._count(verdict.checked_tokens, verdict.wrong, verdict.first)

@@ -41,6 +41,7 @@ def test_a_leg_is_served_as_its_messages_one_by_one(
         out = np.full((count - begin, 9), -1, np.int64)
         start_ps = max(int(ready_ps[begin]), int(together[0, 0]))
         stop = ports.serve_leg(
+            7,
             paths, targets, sizes, ready_ps, targets % 2, begin, count, 0,
             start_ps + slice_ps + 1, together, out,
         )  # fmt: skip
@@ -63,7 +64,7 @@ def test_what_int64_cannot_hold_is_refused(size: int, rate_bps: int) -> None:
     paths, out = np.array([[rate_bps], [0], [0]]), np.zeros((1, 9), np.int64)
     zero = np.zeros(1, np.int64)
     state = kernel_state(Server())
-    assert ports.serve_leg(paths, zero, one, zero, zero, 0, 1, 0, 1, state, out) == ~0
+    assert ports.serve_leg(7, paths, zero, one, zero, zero, 0, 1, 0, 1, state, out) == ~0
     row = np.array([[0, 9, size, rate_bps, 1, 0, 1]])
     assert ports.first_wrong(row, 0, 0, 1, 2) == 0
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from cmnet import entropy, testing
+from cmnet.burst_arrivals import ROW_BYTES
 from cmnet.errors import CorruptError
 from cmnet.link import effects
-from cmnet.link.reach import Where
+from cmnet.link.reach import Ends, Where
 from cmnet.link.rules import Rule
 from cmnet.topology.machine import Plane
 from cmnet.wire import frames
-from nodes.model.body import I64
 from nodes.model.tamper import KINDS, Tamper
-from nodes.moe import placement
-from nodes.moe.placement import Placement
-from tests.nodes.moe.moe_run import Run, make_job
+from nodes.moe.job import MoeJob
+from nodes.moe.operators import Operators
+from tests.nodes.moe.moe_run import Run, make_job, mini
 
 pytestmark = pytest.mark.slow
 
@@ -68,42 +68,77 @@ def test_ranks_of_one_node_may_end_far_apart(ep_size: int, batch: int, tmp_path:
     that it waits for before its own are away."""
     run = Run(make_job(ep=ep_size, model="exact", skew="hot:1:30", batch=batch), tmp_path)
     assert run.wrong() == (2 * ep_size * batch, 0, 0)
+    assert late_begins(run) == {}
 
 
-def test_a_rank_whose_own_flag_comes_last_is_complete_with_it(tmp_path: Path) -> None:
-    """Nobody else's flag comes any more to tell it: 4 ms late, it goes on at once all the same."""
+def late_begins(run: Run) -> dict[tuple[int, int], int]:
+    """(layer, rank) -> how much later than its operator says a dispatch began to write, in ps."""
+    start_ps = Operators(ep_size=run.job.ep_size, model=run.job.model).dispatch_start_ps
+    found = {}
+    for (_, layer, rank), line in run.lines.items():
+        own_ps = int(np.frombuffer(line.dispatch_flags_ps, dtype="<i8")[rank])
+        found[layer, rank] = own_ps - line.began_ps - start_ps
+    return {place: late_ps for place, late_ps in found.items() if late_ps}
+
+
+@pytest.mark.parametrize("late_us", [60, 100, 150])
+def test_a_rank_whose_own_results_come_last_goes_on_with_them(late_us: int, tmp_path: Path) -> None:
+    """Rank 5 gets its tokens late, so it has the results of all others before its own are away: no flag
+    of theirs comes any more to tell it."""
     slow = Rule(
         rule_id="it",
         owner="test",
-        effect=effects.Delay(delay_ps=4000 * US),
-        where=Where(plane=Plane.UB),
-        until_ps=30 * US,
+        effect=effects.Delay(delay_ps=late_us * US),
+        where=Where(plane=Plane.UB, other=Ends(devices=(mini().dies(3)[1],))),
+        until_ps=60 * US,
     )
-    run = Run(make_job(), tmp_path, rules=(slow,))
+    run = Run(make_job(batch=96), tmp_path, rules=(slow,))
     assert run.wrong()[1:] == (0, 0)
-    for line in run.lines.values():
-        flags = np.frombuffer(line.combine_flags_ps, dtype="<i8")
-        assert 0 <= line.combined_ps - flags.max() < 100 * US
+    assert run.lines[0, 0, 5].combine_began_ps > run.lines[0, 0, 4].combine_began_ps + 40 * US
+    assert late_begins(run) == {}
 
 
 # --- what is wrong is seen ------------------------------------------------------------------------
 
 
+def flip(monkeypatch: pytest.MonkeyPatch, *, byte: int, bit: int) -> list[int]:
+    """One bit of the first frame of messages between nodes is another when it arrives. ``byte``: of the
+    messages' data, from its end if below 0. Returns a list of the nodes to which that happened."""
+    carry = testing.LocalMachine.carry
+    done: list[int] = []
+
+    def carry_flipped(
+        local: testing.LocalMachine, peer: int, plane: int, head: bytes, body: bytes, payload: Any
+    ) -> None:
+        header, data = frames.HEADER.unpack(head), bytearray(payload)
+        flags, count = header[5], header[13]
+        if not done and flags & frames.FLAG_BUNDLE and flags & frames.FLAG_QUIET:
+            data[byte if byte < 0 else count * ROW_BYTES + byte] ^= 1 << bit
+            done.append(peer)
+        carry(local, peer, plane, head, body, bytes(data))
+
+    monkeypatch.setattr(testing.LocalMachine, "carry", carry_flipped)
+    return done
+
+
+def ends_with(text: str, job: MoeJob, folder: Path) -> None:
+    """The run ends with a CorruptError that says this."""
+    with pytest.raises((BaseExceptionGroup, CorruptError)) as found:
+        Run(job, folder)
+    if isinstance(found.value, BaseExceptionGroup):
+        assert found.group_contains(CorruptError, match=text), found.value.exceptions
+    else:
+        assert found.match(text)
+
+
 def test_a_row_for_an_expert_that_its_target_does_not_hold_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node with another placement than the others."""
-    right = placement.targets
-
-    def wrong(held: Placement, experts: I64, index: I64) -> I64:
-        return (right(held, experts, index) + 4) % 8
-
-    monkeypatch.setattr(placement, "targets", wrong)
-    with pytest.raises((BaseExceptionGroup, CorruptError)) as found:
-        Run(make_job(), tmp_path)
-    assert "does not hold expert" in str(found.value) or found.group_contains(
-        CorruptError, match=r"rank \d does not hold expert \d+, of a token of rank \d"
-    )
+    """The expert's number is another by 128, so of another rank; both ranks and the expert are named."""
+    done = flip(monkeypatch, byte=0, bit=7)
+    text = r"rank \d does not hold expert \d+, of a token of rank \d"
+    ends_with(text, make_job(), tmp_path)
+    assert done
 
 
 @pytest.mark.parametrize("scale", ["128", "full"])
@@ -111,29 +146,11 @@ def test_a_row_for_an_expert_that_its_target_does_not_hold_ends_the_run(
 def test_a_carried_byte_that_is_wrong_ends_the_run(
     model: str, scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last byte of the last message of a frame; the message says where it is."""
-    carry = testing.LocalMachine.carry
-    done: list[int] = []
-
-    def flips(
-        local: testing.LocalMachine, peer: int, plane: int, head: bytes, body: bytes, payload: Any
-    ) -> None:
-        flags = frames.HEADER.unpack(head)[5]
-        data = bytearray(payload)
-        if flags & frames.FLAG_QUIET and flags & frames.FLAG_BUNDLE and not done:
-            data[-1] ^= 1
-            done.append(peer)
-        carry(local, peer, plane, head, body, bytes(data))
-
-    monkeypatch.setattr(testing.LocalMachine, "carry", flips)
-    with pytest.raises((BaseExceptionGroup, CorruptError)) as found:
-        Run(make_job(model=model, scale=scale, batch=2), tmp_path)
+    """A bit in the last copy of a token's words; both ends are named."""
+    done = flip(monkeypatch, byte=-17 if model == "exact" else -1, bit=0)
+    text = r"message of node\d\d/npu\d/die\d to node\d\d/npu\d/die\d differs"
+    ends_with(text, make_job(model=model, scale=scale, batch=2), tmp_path)
     assert done
-    text = r"byte \d+ differs from its first"
-    if isinstance(found.value, BaseExceptionGroup):
-        assert found.group_contains(CorruptError, match=text)
-    else:
-        assert found.match(text)
 
 
 @pytest.mark.parametrize("model", ["seal", "exact"])

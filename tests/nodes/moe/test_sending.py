@@ -104,6 +104,8 @@ def test_slots_are_of_one_row_each_and_inside(name: str, counts: list[int], numb
     assert len(set(zip(rows.targets.tolist(), rows.slots.tolist(), strict=True))) == len(rows.slots)
     away = rows.sources != rows.targets
     index = rows.slots - rows.sources * sent.max_tokens
+    pairs = list(zip(rows.sources.tolist(), rows.targets.tolist(), strict=True))
+    assert index.tolist() == [pairs[:place].count(pair) for place, pair in enumerate(pairs)]
     assert (index[away] >= 0).all() and (index[away] < sent.max_tokens).all()
 
 
@@ -140,7 +142,8 @@ def test_flags_count_the_rows_of_each_expert(name: str, counts: list[int], numbe
     assert began_ps.tolist() == [sent.legs[source].began_ps for source, _ in pairs]
     assert flags.ready_ps.tolist() == [sent.legs[source].first_ps for source, _ in pairs]
     charged = FLAG_BYTES * np.maximum(held.written, 1)
-    assert flags.charged_bytes.tolist() == [int(charged[target]) for _, target in pairs]
+    sizes = [0 if source == target else int(charged[target]) for source, target in pairs]
+    assert flags.charged_bytes.tolist() == sizes, "to itself: no link"
     totals = right.sum(axis=1).reshape(len(sent.legs), -1)
     rows_sent = sending.rows_sent(sent.rows, sent.legs, ep_size=sent.placement.ep_size)
     assert (rows_sent == totals).all()
@@ -247,4 +250,5 @@ def test_combine_flags_count_what_each_source_gets() -> None:
     assert list(zip(flags.sources.tolist(), flags.targets.tolist(), strict=True)) == expected
     assert counts[:, 0].tolist() == [pairs[pair] for pair in expected]
     assert began_ps.tolist() == [50] * 4 + [60] * 4
-    assert set(flags.charged_bytes.tolist()) == {FLAG_BYTES}
+    sizes = [0 if rank == source else FLAG_BYTES for rank, source in expected]
+    assert flags.charged_bytes.tolist() == sizes

@@ -228,6 +228,15 @@ def test_a_slow_sender_stands_out_after_levelling(slow: int) -> None:
     assert (finding.kind, finding.ranks) == ("slow sender", tuple(range(slow)))
 
 
+def test_most_senders_slow_at_their_rows_are_told_from_the_rest() -> None:
+    """Five of eight need three times as long for a row, and have most rows: that is not the measure."""
+    rows = [500] * 5 + [100] * 3
+    waits = transits(rows, start_ps=11 * US, each_ps=US // 10)
+    waits[:, :5] += 2 * 500 * US // 10
+    finding = judge(levelled(waits, rows=np.array(rows, dtype=float), start_ps=11 * US))
+    assert (finding.kind, finding.ranks) == ("slow sender", (0, 1, 2, 3, 4))
+
+
 def test_levelling_keeps_what_never_came() -> None:
     waits = transits([10] * 4, start_ps=11 * US, each_ps=US)
     waits[2, 1] = NEVER

@@ -57,7 +57,20 @@ STATISTICS: list[dict[str, Any]] = [
             }
         },
         "program": {
-            "decode": {"steps": 3, "tokens": 3, "dispatch_ps": [17 * node], "combine_ps": []},
+            "decode": {
+                "steps": 3,
+                "turns": 2,
+                "tokens": 3,
+                "fed": 3,
+                "proposed": 2,
+                "accepted": 1,
+                "dispatch_ps": [17 * node],
+                "combine_ps": [],
+                "step_ps": [5 * MS, 7 * MS],
+                "attention_ps": [2 * MS, 2 * MS],
+                "moe_ps": [3 * MS, 3 * MS],
+                "both_ps": [0, node * MS],
+            },
         },
     }
     for node in range(2)

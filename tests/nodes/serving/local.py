@@ -18,6 +18,7 @@ from nodes.model.oracle import ClaimedRequest
 from nodes.model.tiles import parse_scale
 from nodes.moe.layer import Touch
 from nodes.node import make_program, untouched
+from nodes.serving.decoding import PLAIN, Decoding
 from nodes.serving.job import EXTENSIONS, Job, make_job
 from nodes.serving.workload import Request, Workload
 from nodes.settings import ModelSettings
@@ -80,11 +81,12 @@ def job_of(
     requests: Iterable[Request],
     scale: str = "64",
     body: bodies.Name = "seal",
+    decoding: Decoding = PLAIN,
 ) -> Job:
     model = machine.sections["model"]
     assert isinstance(model, ModelSettings)
     parsed = parse_scale(scale, model, exact=body == "exact")
-    return make_job(machine, workload(requests), parsed, body)
+    return make_job(machine, workload(requests), parsed, body, decoding)
 
 
 def serve(
@@ -125,4 +127,5 @@ def claimed(record: dict[str, Any]) -> ClaimedRequest:
         tokens=record["tokens"],
         seals=record["seals"],
         receipt=record["receipt"],
+        draft_fold=record["draft_fold"],
     )

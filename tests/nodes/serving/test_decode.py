@@ -68,7 +68,7 @@ class Played:
         fabric = SimpleNamespace(
             machine=MACHINE,
             bind=lambda *_: None,
-            arriving=SimpleNamespace(wanted={}, deliver=lambda: None),
+            arriving=SimpleNamespace(wanted={}, repeats={}, deliver=lambda: None),
             send_burst=self._sent,
             route=lambda *way: way,
             room=lambda *_: self.room.wait(),

@@ -28,6 +28,7 @@ class Group:
         self.loop = loop
         self.said: list[tuple[int, msgspec.Struct]] = []
         self.assured: list[tuple[int, msgspec.Struct]] = []
+        self.kv_tokens: dict[int, int] = {}
         self.leader = Leader(
             loop,
             messages.Epoch(7, NODES),
@@ -39,16 +40,28 @@ class Group:
 
     def hello(self, *sequences: tuple[int, int, int, int]) -> None:
         """Both nodes are here; the first brings the sequences."""
+        self.kv_tokens |= {request: kv_tokens for request, _, _, kv_tokens in sequences}
         self.leader.hello(messages.Hello(7, NODES[0], sequences))
         self.leader.hello(messages.Hello(7, NODES[1], ()))
 
     def join(self, request: int, rank: int, kv_tokens: int = 100) -> None:
+        self.kv_tokens.setdefault(request, kv_tokens)
         self.leader.joined(messages.Joined(7, request, 0, rank, kv_tokens))
 
-    def done(self, node: int, *active: int, error: str = "", number: int | None = None) -> None:
-        """A node answers the step in progress; these requests are still with it."""
+    def done(
+        self,
+        node: int,
+        *active: int,
+        error: str = "",
+        number: int | None = None,
+        tokens: int = 1,
+    ) -> None:
+        """A node answers the step in progress; these requests are still with it, and are longer by so
+        many tokens each, unless there was an error."""
         number = self.leader.number if number is None else number
-        held = tuple((request, 0) for request in active)
+        for request in active:
+            self.kv_tokens[request] += 0 if error else tokens
+        held = tuple((request, 0, self.kv_tokens[request]) for request in active)
         self.leader.done(messages.StepDone(7, number, node, held, error))
 
     async def step(self) -> messages.Step:
@@ -108,7 +121,7 @@ def test_a_step_names_ranks_with_tokens_and_the_longest_kv() -> None:
 
 
 def test_steps_follow_each_other_until_nobody_is_left() -> None:
-    """KV grows by a token a step; who is not active any more is not counted."""
+    """KV grows by what a node says; who is not active any more is not counted."""
 
     async def work(group: Group) -> None:
         group.hello()
@@ -120,6 +133,9 @@ def test_steps_follow_each_other_until_nobody_is_left() -> None:
         group.done(NODES[1])
         step = await group.step()
         assert (step.number, step.admitted, step.sources, step.kv_tokens) == (2, (), ((0, 1),), 101)
+        group.said.clear()
+        group.done(NODES[0], 1, tokens=2)
+        assert (await group.step()).kv_tokens == 103
         group.done(NODES[0])
         group.said.clear()
         await settle()

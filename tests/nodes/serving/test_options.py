@@ -11,6 +11,7 @@ import pytest
 
 from cmnet.errors import InputError
 from nodes.serving import options
+from nodes.serving.decoding import PLAIN, Decoding
 from nodes.settings import ModelSettings
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(options.NAMES) | {
@@ -23,6 +24,8 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(options.NAMES) | {
     "start_order": "listed",
     "socket_buffer": "4MiB",
     "journal": False,
+    "microbatch": "off",
+    "mtp": "0",
 }
 
 
@@ -39,6 +42,33 @@ def test_values_are_kept_exactly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert asked.speed_up == Fraction(1, 3)
     assert asked.trace == str(tmp_path / "t.jsonl")
     assert (asked.requests, asked.socket_buffer_bytes) == (7, 4096)
+
+
+def test_drafts_are_asked_for_as_they_are_made() -> None:
+    """The chance as it was written, and the seed of the run for its coins."""
+    given = {"mtp": "1", "accept": "0.65", "mtp_graphs": "naive", "microbatch": "on", "seed": "5"}
+    decoding = options.parse(DEFAULTS | given).decoding
+    assert decoding == Decoding(microbatch="on", drafts=1, accept="0.65", graphs="naive", seed=5)
+    assert (decoding.chance, decoding.queries, decoding.parts) == (Fraction(13, 20), 2, 2)
+    assert options.parse(DEFAULTS).decoding == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"accept": "0.5"}, "--accept: .* --mtp 1"),
+        ({"mtp_graphs": "fused"}, "--mtp-graphs: .* --mtp 1"),
+        ({"mtp": "2"}, "--mtp: .* 0 or 1"),
+        ({"mtp": "1", "accept": "1.01"}, "--accept: .* from 0 to 1"),
+        ({"mtp": "1", "accept": "-1"}, "--accept"),
+        ({"mtp": "1", "mtp_graphs": "x"}, "--mtp-graphs: .* fused or naive"),
+        ({"microbatch": "yes"}, "--microbatch: .* on or off"),
+    ],
+)
+def test_what_no_step_can_do_is_refused(given: dict[str, str], expected: str) -> None:
+    """Nothing is ignored: a chance without drafts would look as if it had been taken."""
+    with pytest.raises(InputError, match=expected):
+        options.parse(DEFAULTS | given)
 
 
 def test_a_record_holds_them() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from cmnet.chaos import plan as plans
 from cmnet.record.record import Death, Outcome
-from nodes.serving import report, tables, verify
+from nodes.serving import report, result, tables, verify
+from nodes.serving.decoding import Decoding
 from nodes.serving.result import RequestResult
 from tests.nodes.serving import answers
 from tests.nodes.serving.answers import ENDED, MS
@@ -96,6 +97,29 @@ def test_planes_and_exchanges_are_of_all_processes(tmp_path: Path) -> None:
     assert (dispatch["count"], dispatch["max_ps"], dispatch["ep_size"]) == (2, 17, 4)
     assert dispatch["tokens_per_die"] == 0.5
     assert combine["count"] == 0 and "mean_ps" not in combine
+
+
+def test_steps_say_how_much_the_streams_overlap(tmp_path: Path) -> None:
+    """A sample a node and step; the row says whether there were micro-batches."""
+    found = build(tmp_path, GOOD)
+    step, both = row(found, "step"), row(found, "both streams")
+    assert (step["count"], step["mean_ps"], step["max_ps"]) == (4, 6 * MS, 7 * MS)
+    assert (both["count"], both["max_ps"], both["microbatch"]) == (4, MS, "off")
+
+
+def test_drafts_are_counted_and_drawn_where_there_are_some(tmp_path: Path) -> None:
+    """2 of 4 accepted; 6 tokens of 4 turns. Without drafts there is no such table."""
+    folder = answers.write_run(tmp_path / "run", GOOD)
+    plain = report.build(report.collect(folder))
+    serving = msgspec.structs.replace(answers.SERVING, decoding=Decoding(drafts=1, accept="0.6"))
+    result.write_serving(folder, serving)
+    found = report.build(report.collect(folder))
+    drafts = row(found, "MTP")
+    assert (drafts["proposed"], drafts["accepted"], drafts["acceptance"]) == (4, 2, 0.5)
+    assert (drafts["tokens_per_turn"], drafts["accept"], drafts["graphs"]) == (1.5, "0.6", "fused")
+    assert (row(plain, "MTP")["accept"], row(plain, "MTP")["drafts"]) == (None, 0)
+    titles = [[t.title for t in tables.all_tables(each)] for each in (plain, found)]
+    assert set(titles[1]) - set(titles[0]) == {"Drafts (MTP), 0.6 asked to be right, fused graphs"}
 
 
 def test_every_row_beside_a_published_figure_is_marked(tmp_path: Path) -> None:

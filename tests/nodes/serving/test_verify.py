@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from nodes.serving import verify
+from nodes.serving.decoding import Decoding
 from nodes.serving.result import RequestResult
 from tests.nodes.serving import answers
 
@@ -73,3 +74,14 @@ def test_a_line_that_is_no_result_is_wrong() -> None:
     verifier = verify.Verifier(answers.SERVING)
     verifier.take(b'{"index": 0, "arr')
     assert verifier.verified.wrong == 1
+
+
+def test_a_fold_is_there_with_drafts_and_only_then() -> None:
+    """A run that leaves it out would have nothing checked of its MTP layer."""
+    serving = msgspec.structs.replace(answers.SERVING, decoding=Decoding(drafts=1))
+    verifier = verify.Verifier(serving)
+    verifier.take(msgspec.json.encode(answers.right(0)))
+    assert (verifier.verified.wrong, verifier.verified.checked) == (3, 3)
+    verifier.take(msgspec.json.encode(answers.right(1, draft_fold=0)))
+    assert (verifier.verified.wrong, verifier.verified.checked) == (3, 4)
+    assert verified(answers.right(1, draft_fold=0)).wrong == 1
