@@ -246,6 +246,9 @@ class Exchange:
     def _late(self, key: Key, layer: Layer, phase: Phase) -> None:
         self._context.fabric.arriving.deliver()
         arrivals = layer.arrivals[phase]
+        if arrivals.expected is None:  # others have begun a step that has not begun here
+            self._watch(key, layer, phase)
+            return
         missing = arrivals.missing()
         waiting = np.flatnonzero(arrivals.wanted & ~arrivals.done).tolist()
         found = {self.first + rank: np.flatnonzero(missing[rank]).tolist() for rank in waiting}

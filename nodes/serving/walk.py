@@ -221,7 +221,7 @@ class Walk:
         results, _ = self._exchange.results(key, tokens.ranks, tokens.numbers)
         self._exchange.results_read(key, dict.fromkeys(part.ranks, read_ps))
         if self._before is not None:
-            pass
+            self._exchange.end(self._before)
         self._before = key
         self._stage(MOE, part, layer, began_ps)
         return self._combine(states, gate.weights, results, layer)

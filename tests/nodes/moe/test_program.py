@@ -14,6 +14,7 @@ from cmnet.link.reach import Ends, Where
 from cmnet.link.rules import Rule
 from cmnet.topology.machine import Plane
 from cmnet.units import NEVER_PS
+from nodes.moe import result
 from tests.nodes.moe.moe_run import Run, make_job, mini
 
 US, MS = 10**6, 10**9
@@ -120,6 +121,21 @@ def test_in_one_shared_buffer_a_slot_is_overwritten(tmp_path: Path) -> None:
         Run(make_job(layers=4, ep=8), tmp_path, rules=(LATE,), shared_buffer=True)
     text = r"shared buffer of local rank \d+, slot \d+: overwritten unread"
     assert found.group_contains(CorruptError, match=text)
+
+
+def test_a_rank_has_written_before_it_is_done(tmp_path: Path) -> None:
+    """Its own flag comes behind its own results: with one hot expert its rank is the last of all."""
+    run = Run(make_job(model="exact", skew="hot:1:30", batch=48), tmp_path)
+    for (_, layer, rank), line in run.lines.items():
+        own_ps = int(result.instants(line.combine_flags_ps)[rank])
+        away = sum(
+            int(result.sent_rows(run.lines[0, layer, source])[rank])
+            for source in range(8)
+            if source != rank
+        )
+        writing_ps = away * run.job.model.combine_bytes * 8 * 10**12 // (210 * 8 * 10**9)
+        assert own_ps > line.combine_began_ps + writing_ps
+        assert line.combined_ps >= own_ps
 
 
 # --- something is missing -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.nodes.moe.moe_run import Run, make_job, mini
 US = 10**6
 PLANS = Path(__file__).resolve().parents[2] / "plans"
 SLOW = "node03/npu0/die1"
-TARGET = "node02/npu1/die0"
+TARGET = "node02/npu0/die0"
 
 
 def findings(folder: Path, plan: str | None, **options: Any) -> dict[str, Finding]:
