@@ -7,8 +7,8 @@ in one order, nor the compiled arithmetic (``link.port_kernels``).
 Messages are quiet; a frame of flags is an event, at the instant when the first byte of its last flag is
 in. Then, if somebody wants it, all rows of any burst with a first byte up to now are settled at every
 port: exactly, since whatever could come before them is known. All that is settled and was not handed
-over is handed over, as a ``Bundle`` for each head, messages before flags. A delivery may so lie ahead of now, by the time that
-the last flags take, and is final.
+over is handed over, as a ``Bundle`` for each head, messages before flags. A delivery may so lie ahead of
+now, by the time that the last flags take, and is final.
 
 Rows are in memory as the frames brought them, joined to one table when some are to be settled; there
 each port has its rows in order and a cursor.

@@ -82,14 +82,16 @@ class Leg:
 
     started = None
 
-    def __init__(self, burst: Burst, source: int, begin: int, end: int, paths: I64) -> None:
+    def __init__(
+        self, burst: Burst, source: int, begin: int, end: int, charged_bytes: int, paths: I64
+    ) -> None:
         self.burst = burst
         self.source = source
         self.begin = begin
         self.end = end
         self.paths = paths
         """[3, devices]: rate (bit/s), propagation (ps) and process, by target."""
-        self.charged_bytes = int(burst.charged_bytes[begin:end].sum())
+        self.charged_bytes = charged_bytes
 
     def next_start_ps(self, port: EgressPort, now_ps: int) -> int:
         """When its next message could start."""
@@ -154,9 +156,13 @@ class Burst:
         """Of the flags among them: a number for each delay by rules."""
         sources = sources[order]
         edges = [*_edges(sources), len(sources)]
+        begins = edges[:-1]
+        charged = np.add.reduceat(self.charged_bytes, begins).tolist() if begins else []
         self.legs = [
-            Leg(self, source, begin, end, fabric.paths.of(source, rate_share))
-            for source, begin, end in zip(sources[edges[:-1]].tolist(), edges, edges[1:])
+            Leg(self, source, begin, end, charged_bytes, fabric.paths.of(source, rate_share))
+            for source, begin, end, charged_bytes in zip(
+                sources[begins].tolist(), edges, edges[1:], charged
+            )
         ]
 
 
@@ -222,7 +228,10 @@ def take_turn(fabric: Fabric, port: EgressPort, leg: Leg) -> bool:
         piece = _leave(fabric, port, leg)
     else:
         piece = _leave_judged(fabric, port, leg)
-    leg.charged_bytes -= int(burst.charged_bytes[begin : leg.begin].sum())
+    if leg.begin == leg.end:
+        leg.charged_bytes = 0
+    else:
+        leg.charged_bytes -= int(burst.charged_bytes[begin : leg.begin].sum())
     if piece[1]:
         if not burst.pieces:
             fabric.loop.agenda.add_port(now_ps, fabric.last_port_id + 1, flush, burst)

@@ -25,8 +25,8 @@ from cmnet import errors
 from cmnet.chaos import fault, plan
 from cmnet.topology.load import load
 from cmnet.topology.quantity import Kind
-from nodes.serving import command, options
 from nodes.constants import CONSTANTS
+from nodes.serving import command, options
 from nodes.serving.job import EXTENSIONS
 from tests.rig import machine
 

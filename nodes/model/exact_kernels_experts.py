@@ -174,7 +174,7 @@ def dispatch(states: I64, reals: F64, vectors: U64) -> None:
 
 
 @kernel
-def opened(octets: I8, words: U64, x: F32) -> int:
+def opened(octets: I8, words: U64, x: F32) -> Any:
     """A vector's values into ``x``; returns their check sum."""
     check = np.int64(0)
     for d in range(D):
@@ -212,7 +212,7 @@ def answered(down: F32, most: float, reals: F64, halves: I16) -> None:
 
 
 @kernel
-def sealed(vector: U64, expert_word: int, check: int, words: U64) -> int:
+def sealed(vector: U64, expert_word: int, check: int, words: U64) -> Any:
     seal = vector[9] + expert_word + vector[8]
     return mix(seal + np.uint64(check) * words[CHECK_ODD_AT])
 

@@ -37,6 +37,15 @@ class Arrivals:
         self._due: I64 = np.zeros((ranks, ep_size), dtype=np.int64)
         self._come: I64 = np.zeros((ranks, ep_size), dtype=np.int64)
 
+    def in_time(self, rows: Any, at_ps: I64, *, first: int) -> tuple[Any, I64]:
+        """Those rows, with their instants [n], that are of use: nobody takes one whose rank has given up.
+        ``first``: local rank 0."""
+        late = self.done.take(rows.targets - first)
+        if not late.any():
+            return rows, at_ps
+        kept = np.flatnonzero(~late)
+        return rows.chosen(kept), at_ps.take(kept)
+
     def add_rows(self, ranks: I64, sources: I64, at_ps: I64, rows: Any) -> None:
         """Rows [n] came to local ranks from sources at these instants."""
         ep_size = self._come.shape[1]
@@ -82,6 +91,11 @@ class Arrivals:
         self.done |= complete
         found: list[int] = np.flatnonzero(complete).tolist()
         return found
+
+    def fewer_than(self, rank: int, rows: I64) -> list[int]:
+        """Sources from which fewer than these rows [ep_size] have come to a local rank."""
+        fewer: list[int] = np.flatnonzero(self._come[rank] < rows).tolist()
+        return fewer
 
     def rows_per_rank(self) -> I64:
         """Rows [ranks] that have come."""

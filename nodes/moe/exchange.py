@@ -42,6 +42,7 @@ from nodes.moe.layer import (
     Phase,
     Samples,
     Wrong,
+    ignore,
 )
 from nodes.moe.layout import Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.operators import Operators
@@ -92,6 +93,7 @@ class Exchange:
         self._writer = Writer(context, self._devices, engine=engine)
         self._shared_buffer = shared_buffer
         self._group: Group | None = None
+        self._begun: Group | None = None  # a rank that is gone for us may be there for others
         self._buffers: dict[str, Any] = {}
         self._shape = (0, 0)
         """Slots of one source at a rank's dispatch buffer, slots of a rank's combine buffer."""
@@ -101,10 +103,10 @@ class Exchange:
         self._layers: dict[Key, Layer] = {}
         self._ended: set[Key] = set()
         self._samples = Samples()
-        self.on_dispatched: Complete = _ignore
-        self.on_combined: Complete = _ignore
-        self.on_late: Late = _ignore
-        self.on_lost: Lost = _ignore
+        self.on_dispatched: Complete = ignore
+        self.on_combined: Complete = ignore
+        self.on_late: Late = ignore
+        self.on_lost: Lost = ignore
         self.on_wrong: Wrong = _raise
         repeats = context.fabric.arriving.repeats
         repeats[KINDS["dispatch"]] = layout.repeat(scale.vector, lead_words=layout.TOKEN_WORDS)
@@ -117,7 +119,7 @@ class Exchange:
 
     def begin(self, epoch: int, step: int, group: Group) -> None:
         """A step begins here: those before it are over, wherever they were."""
-        self._step, self._group = (epoch, step), group
+        self._step, self._group, self._begun = (epoch, step), group, group
         over = [key for key in self._layers if key[:2] < self._step]
         given_up = any(self._layers[key].given_up() for key in over)
         for key in over:
@@ -127,7 +129,7 @@ class Exchange:
         for key, layer in self._layers.items():  # what came before the step began here
             if key[:2] == self._step and "dispatch" in layer.arrivals:
                 for rows in layer.arrivals["dispatch"].rows:
-                    self._check_rows(key, group, rows)
+                    self._check_rows(key, rows)
         self._expect_anew()
 
     def end(self, key: Key) -> None:
@@ -260,7 +262,9 @@ class Exchange:
         layer = self._layers[key]
         arrivals = layer.arrivals[phase]
         if phase == "dispatch":
-            layer.refused = arrivals.missing()
+            gone = layer.refuse_rows(first=self.first, vector_words=self._body.vector_words)
+            at_ps = np.full(len(gone.slots), self._loop.now_ps)
+            self._buffers["dispatch"].take(gone.targets - self.first, gone.slots, at_ps)
         ranks = np.flatnonzero(arrivals.wanted & ~arrivals.done).tolist()
         arrivals.done[ranks] = True
         self._tell(key, layer, phase, dict.fromkeys(ranks, self._loop.now_ps))
@@ -430,30 +434,37 @@ class Exchange:
         layer = self._open(key)
         if layer is None:
             return
+        arrivals = self._arrivals(key, layer, "dispatch")
+        rows, at_ps = arrivals.in_time(rows, at_ps, first=self.first)
+        if not len(at_ps):
+            return
         local = rows.targets - self.first
-        if key[:2] == self._step:
-            assert self._group is not None
-            self._check_rows(key, self._group, rows)
-            if rows.sources[0] != rows.targets[0]:  # a rank's rows to itself come by themselves
-                self._buffers["dispatch"].write(local, rows.slots, at_ps)
+        if key[:2] == self._step and rows.sources[0] != rows.targets[0]:
+            self._check_rows(key, rows)  # a rank's rows to itself come by themselves
+            self._buffers["dispatch"].write(local, rows.slots, at_ps)
         layer.count_rows(local, rows.experts)
-        self._arrivals(key, layer, "dispatch").add_rows(local, rows.sources, at_ps, rows)
+        arrivals.add_rows(local, rows.sources, at_ps, rows)
         self._check(key, layer, "dispatch")
 
-    def _check_rows(self, key: Key, group: Group, rows: TokenRows) -> None:
+    def _check_rows(self, key: Key, rows: TokenRows) -> None:
+        assert self._begun is not None
         experts = self._model.routed_experts
-        check_held(table(group.placement(key[2]), experts), rows, shared_expert=experts)
+        check_held(table(self._begun.placement(key[2]), experts), rows, shared_expert=experts)
 
     def _take_results(self, key: Key, rows: ResultRows, at_ps: I64) -> None:
         layer = self._open(key)
         if layer is None or not layer.filled.size:
             return  # of a step that was given up
+        arrivals = self._arrivals(key, layer, "combine")
+        rows, at_ps = arrivals.in_time(rows, at_ps, first=self.first)
+        if not len(at_ps):
+            return
         local = rows.targets - self.first
         slots = rows.tokens * self.slots + rows.k
         if rows.sources[0] != rows.targets[0]:
             self._buffers["combine"].write(local, slots, at_ps)
         layer.put_results(local, slots, rows.results)
-        self._arrivals(key, layer, "combine").add_rows(local, rows.sources, at_ps, None)
+        arrivals.add_rows(local, rows.sources, at_ps, None)
         self._check(key, layer, "combine")
 
     def _take_flags(self, key: Key, phase: Phase, flags: Writes) -> None:
@@ -470,10 +481,6 @@ class Exchange:
             began_ps=began_ps,
         )
         self._check(key, layer, phase)
-
-
-def _ignore(*_: Any) -> None:
-    """Nobody asked."""
 
 
 def _raise(_: Key, error: CorruptError) -> None:

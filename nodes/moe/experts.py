@@ -63,13 +63,18 @@ class Experts:
 
     def _dispatched(self, key: Key, done_ps: dict[int, int]) -> None:
         counts = self._exchange.rows_by_expert(key)
-        every_rows, every_experts = counts.sum(axis=1), np.count_nonzero(counts, axis=1)
+        every_rows = counts.sum(axis=1).tolist()
+        every_experts = np.count_nonzero(counts, axis=1).tolist()
         start_ps, now_ps = self._operators.combine_start_ps, self._loop.now_ps
+        times: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, at_ps in done_ps.items():
             local = rank - self._exchange.first
-            rows = int(every_rows[local])
-            read_ps = at_ps + self._operators.reorder_ps(rows)
-            taken_ps = self._expert_ps(rows=rows, experts=int(every_experts[local]))
+            rows, experts = every_rows[local], every_experts[local]
+            if (rows, experts) not in times:  # many ranks have none
+                taken_ps = self._expert_ps(rows=rows, experts=experts)
+                times[rows, experts] = self._operators.reorder_ps(rows), taken_ps
+            reorder_ps, taken_ps = times[rows, experts]
+            read_ps = at_ps + reorder_ps
             served = Served(key, rank, rows, read_ps, read_ps + taken_ps)
             if self.hold_ps is not None:
                 served = served._replace(

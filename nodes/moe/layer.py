@@ -31,6 +31,10 @@ Wrong = Callable[[Key, CorruptError], None]
 """(key, what was wrong with messages that came)"""
 
 
+def ignore(*_: Any) -> None:
+    """Nobody asked."""
+
+
 class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Who takes part in a step."""
 
@@ -55,7 +59,6 @@ class Layer:
         "arrivals",
         "by_expert",
         "filled",
-        "refused",
         "results",
         "timers",
         "unread",
@@ -73,8 +76,6 @@ class Layer:
         self.filled: Bools = np.empty((0, 0, 0), dtype=np.bool_)
         self.unread: set[int] = set()
         """Ranks that dispatched and have not read their results."""
-        self.refused: Bools | None = None
-        """[local ranks, sources] whose rows are not taken: they did not all come."""
         self.unsent: dict[int, Tokens] = {}
         """Tokens of local ranks that wait for the counts (unfused)."""
 
@@ -82,7 +83,7 @@ class Layer:
         """Rows or results lie here that nobody has read."""
         dispatched = self.arrivals.get("dispatch")
         left = dispatched is not None and any(len(rows.sources) for rows in dispatched.rows)
-        return left or bool(self.unread) or self.refused is not None
+        return left or bool(self.unread)
 
     def await_results(self, *, batch: int, slots: int, words: int) -> None:
         """Room for the results of all local ranks' tokens."""
@@ -103,15 +104,22 @@ class Layer:
         arrivals = self.arrivals["dispatch"]
         rows = layout.joined(arrivals.rows, vector_words)
         arrivals.rows = []
-        if at_ps.min() < 0 or self.refused is not None:
-            local = rows.targets - first
-            chosen = at_ps.take(local) >= 0
+        if at_ps.min() < 0:
+            chosen = at_ps.take(rows.targets - first) >= 0
             arrivals.rows = [rows.chosen(np.flatnonzero(~chosen))]
-            if self.refused is not None:
-                chosen &= ~self.refused[local, rows.sources]
             rows = rows.chosen(np.flatnonzero(chosen))
         order = layout.order_by(rows.targets - first, rows.experts, rows.sources, rows.slots)
         return rows.chosen(order)
+
+    def refuse_rows(self, *, first: int, vector_words: int) -> TokenRows:
+        """Take out, and return, the rows of sources that did not all come: their tokens are lost here."""
+        arrivals = self.arrivals["dispatch"]
+        rows = layout.joined(arrivals.rows, vector_words)
+        refused = arrivals.missing()[rows.targets - first, rows.sources]
+        arrivals.rows = [rows.chosen(np.flatnonzero(~refused))]
+        rows = rows.chosen(np.flatnonzero(refused))
+        np.subtract.at(self.by_expert, (rows.targets - first, rows.experts), 1)
+        return rows
 
     def put_results(self, local: I64, slots: I64, results: U64) -> None:
         """Results [n, words] came for the slots (token, k) of local ranks."""

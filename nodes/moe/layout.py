@@ -123,6 +123,16 @@ class ResultRows(NamedTuple):
     results: U64
     """[n, result_words]"""
 
+    def chosen(self, index: I64) -> ResultRows:
+        """Some of the rows."""
+        return ResultRows(
+            targets=self.targets.take(index),
+            sources=self.sources.take(index),
+            tokens=self.tokens.take(index),
+            k=self.k.take(index),
+            results=self.results.take(index, axis=0),
+        )
+
 
 def pack_tokens(rows: Outgoing, vectors: U64) -> U8:
     """Token messages [n, bytes] of rows whose tokens have these vectors."""

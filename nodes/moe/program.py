@@ -25,7 +25,7 @@ from nodes.moe.due import Due
 from nodes.moe.exchange import Exchange
 from nodes.moe.experts import Experts, Served
 from nodes.moe.job import DISTINCT_ROWS, FIRST_SEED, PERIOD_PS, MoeJob
-from nodes.moe.layer import Group, Key, Phase, Touch
+from nodes.moe.layer import KINDS, Group, Key, Phase, Touch, ignore
 from nodes.moe.layout import Tokens
 from nodes.moe.operators import Operators
 from nodes.moe.passes import Passes
@@ -49,8 +49,13 @@ def make_program(
     ranked = {machine.devices[device].process for device in job.devices}
 
     async def program(context: Context) -> None:
-        if context.process in ranked and context.incarnation == 0:
-            await MoeNode(context, job, body, touch, shared_buffer=shared_buffer).run()
+        if context.process not in ranked:
+            return
+        if context.incarnation:  # its tokens are gone; what others still send it is not for it
+            for kind in KINDS.values():
+                context.fabric.bind(kind, ignore)
+            return
+        await MoeNode(context, job, body, touch, shared_buffer=shared_buffer).run()
 
     return program
 
@@ -294,6 +299,8 @@ class MoeNode:
         edges = np.searchsorted(whole, np.cumsum([0, *counts]))
         lines = []
         for ready, rank, begin, end in zip(lot, ranks, edges[:-1], edges[1:], strict=True):
+            if end - begin < len(rank.index):
+                self._say_lost(key, ready.rank, len(rank.index) - (end - begin))
             rank.index, rank.states = numbers[whole[begin:end]], states[begin:end]
             lines.append(self._line(key, ready))
         self._write(lines)
@@ -340,6 +347,14 @@ class MoeNode:
         if len(silent | self._missing) == self._job.ep_size:
             silent = silent.difference(self._local)  # this node is the one
         return silent - self._missing
+
+    def _say_lost(self, key: Key, rank: int, tokens: int) -> None:
+        """Also when nobody waited in vain: an expert's rank that did not get all of this rank's rows gives
+        no results for any of them."""
+        arrivals = self._exchange.arrivals(key, "combine")
+        ranks = arrivals.fewer_than(rank - self._exchange.first, self._ranks[rank].sent)
+        if ranks:
+            self._say(key, rank, f"{tokens} tokens without all results of ranks {_few(ranks)}")
 
     def _say(self, key: Key, rank: int, text: str) -> None:
         self._errors.setdefault((key, rank), []).append(text)

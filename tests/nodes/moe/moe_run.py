@@ -32,8 +32,8 @@ def mini() -> Machine:
 
 def make_job(changes: dict[str, Any] | None = None, **options: Any) -> MoeJob:
     """A job on ``mini``; ``changes`` to it are those that no option makes."""
-    options = {"ep": 8, "batch": 6, "layers": 2, "model": "seal"} | options
-    return msgspec.structs.replace(setup.make_job(mini(), Options(**options)), **(changes or {}))
+    asked: dict[str, Any] = {"ep": 8, "batch": 6, "layers": 2, "model": "seal"} | options
+    return msgspec.structs.replace(setup.make_job(mini(), Options(**asked)), **(changes or {}))
 
 
 class Run:

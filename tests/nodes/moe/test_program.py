@@ -77,10 +77,8 @@ def test_algorithm_engine_scale_and_times_change_no_bit(tmp_path: Path) -> None:
 
 def test_times_of_scales_are_equal_and_those_of_engines_are_not(tmp_path: Path) -> None:
     """Charged bytes alone set times (design 2.2)."""
-    runs = [
-        Run(make_job(**way), tmp_path / str(number))
-        for number, way in enumerate(({}, {"scale": "full"}, {"engine": "sdma"}))
-    ]
+    ways: list[dict[str, Any]] = [{}, {"scale": "full"}, {"engine": "sdma"}]
+    runs = [Run(make_job(**way), tmp_path / str(number)) for number, way in enumerate(ways)]
     assert runs[0].digest == runs[1].digest != runs[2].digest
 
 

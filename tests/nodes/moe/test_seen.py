@@ -71,8 +71,12 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"batch": 96, "layers": 1},
         f"{SLOW} slow to receive",
     ),
-    "slow path": ("moe_slow_path", {}, f"slow path {SLOW} to {TARGET}"),
-    "slow path, four nodes": ("moe_slow_path", {"ep": 16}, f"slow path {SLOW} to {TARGET}"),
+    "slow path": ("moe_slow_path", {"layers": 1}, f"slow path {SLOW} to {TARGET}"),
+    "slow path, four nodes": (
+        "moe_slow_path",
+        {"ep": 16, "layers": 1},
+        f"slow path {SLOW} to {TARGET}",
+    ),
 }
 
 
