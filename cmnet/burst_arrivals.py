@@ -43,8 +43,8 @@ SEQUENCE_MAX = (1 << 63) - 1
 
 
 class Bundle(NamedTuple):
-    """What a handler gets: n messages, or flags, that were newly settled at this event and share
-    ``head``. Their order is fixed and means nothing.
+    """What a handler gets: n messages, or flags, that share ``head``: all that is settled and was not
+    handed over before, at this event or at those that nobody wanted. Their order is fixed and means nothing.
 
     A handler acts on a message not before its ``delivered_ps``, which may lie after now. It may also lie
     before now: the event is the first byte of the last flag of a sender's frame. Who acts on the last
@@ -157,7 +157,9 @@ class BurstArrivals:
         return repeat
 
     def once(self, kind: int, table: I64, data: U8) -> tuple[I64, U8]:
-        """Rows, and data as it was before it was repeated. Raises CorruptError if a byte differs."""
+        """Rows, and data as it was before it was repeated. Raises FrameError at data that is not as wide
+        as what this kind carries, CorruptError if a copy differs in a byte. Where data was made anew the
+        rows are too: they were a view of the frame, which would be kept with all its copies."""
         repeat = self.repeats.get(kind)
         if repeat is None:
             return table, data
@@ -202,7 +204,8 @@ class BurstArrivals:
     # --- frames -----------------------------------------------------------------------------------
 
     def receive(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
-        """A frame of another process was read. Raises FrameError."""
+        """A frame of another process was read. Raises FrameError at one that no process of ours writes,
+        CorruptError at data whose copies differ (``once``)."""
         from cmnet.link import port_kernels as ports
 
         kind, flags, window, source, sequence = header[3], header[5], *header[6:8], header[9]

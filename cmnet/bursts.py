@@ -53,14 +53,14 @@ SLICE_DATA_BYTES_MAX = 1 << 27
 
 
 class Messages(NamedTuple):
-    """Messages of this process's devices to others, n of them."""
+    """Messages of this process's devices, or flags of theirs, n of them."""
 
     sources: I64
     """[n] devices of this process; messages of one source are neighbours, in the order in which they
     leave."""
     targets: I64
-    """[n] devices; the source itself only for a flag of no charged bytes, which is in when its turn
-    comes."""
+    """[n] devices; the source itself only for a flag of no charged bytes (asserted), which is in when
+    its turn comes, behind what its source has sent to others."""
     charged_bytes: I64
     """[n]"""
     ready_ps: I64
@@ -81,6 +81,7 @@ class Leg:
     __slots__ = ("begin", "burst", "charged_bytes", "end", "paths", "source")
 
     started = None
+    """As ``Outgoing.started`` that nobody asked for: the port counts its bytes until its turn."""
 
     def __init__(
         self, burst: Burst, source: int, begin: int, end: int, charged_bytes: int, paths: I64
@@ -146,6 +147,9 @@ class Burst:
         self.targets = _both(messages.targets, flags.targets)[order]
         self.charged_bytes = _both(messages.charged_bytes, flags.charged_bytes)[order]
         self.ready_ps = _both(messages.ready_ps, flags.ready_ps)[order]
+        sources = sources[order]
+        own = self.targets == sources
+        assert self.flags[own].all() and not self.charged_bytes[own].any(), "not a flag to itself"
         self.judged = False
         """Rules acted on it: they may have delayed or dropped what its flags must not overtake."""
         self.withheld: set[tuple[int, int]] = set()
@@ -154,7 +158,6 @@ class Burst:
         """What left at this instant."""
         self.delays: dict[int, int] = {0: 0}
         """Of the flags among them: a number for each delay by rules."""
-        sources = sources[order]
         edges = [*_edges(sources), len(sources)]
         begins = edges[:-1]
         charged = np.add.reduceat(self.charged_bytes, begins).tolist() if begins else []

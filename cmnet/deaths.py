@@ -27,8 +27,9 @@ def forget(
     deliver: Callable[[Any], None],
     deliver_flags: Callable[[Any], None],
 ) -> list[Arrival]:
-    """Take out what these devices sent in this window or later; returns the single messages of theirs
-    that stay. Those that are no event wait at a port, all others in the agenda."""
+    """Take out what these devices sent in this window or later, rows of bursts included, unless settled;
+    returns the single messages of theirs that stay. Those that are no event wait at a port, rows among
+    the arrivals of bursts, all others in the agenda."""
     coming: list[Arrival] = []
 
     def unwanted(item: Any) -> bool:

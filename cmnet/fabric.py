@@ -175,11 +175,13 @@ class Fabric:
         rate_share: tuple[int, int] = (1, 1),
     ) -> None:
         """Queue UB writes of our devices: of each source its messages, back to back in their order,
-        then its flags. Their targets' processes get ``Bundle``s with ``head`` when flags come.
+        then its flags. Their targets' processes get ``Bundle``s with ``head`` when a frame of flags comes
+        that its handler wants (``BurstArrivals.wanted``; without, any).
         ``lost`` is told the indices of messages that rules dropped, slice by slice at their start; a
         flag behind one of them on its route is withheld. ``rate_share``: what the engine reaches of
         the path's rate; its start is the caller's, in ``ready_ps``. The arrays are the fabric's from
-        now on. See ``room`` for who may send more than one collective."""
+        now on. Nothing waits here: who may have more under way than ports take (one collective)
+        awaits ``room`` of each source's port first."""
         burst = bursts.Burst(self, kind, head, messages, flags, lost, rate_share)
         for leg in burst.legs:
             port = self._egress_port(Plane.UB, leg.source)

@@ -1,6 +1,7 @@
 """Every number that the times of computation rest on, with its kind and source.
 
-Owns the one list, CONSTANTS. Does not own formulas (``cost``) nor the machine's links (topologies).
+Owns the one list, CONSTANTS. Does not own formulas (``nodes.serving.cost``,
+``nodes.moe.operators``) nor the machine's links (topologies).
 At most 9 numbers of the product may be fitted; 8 are, here: three of the exchange (an offset for each
 operator, one growth with EP), the two overheads of a decode layer, the
 load of the hottest expert, the rest of a prefill batch and the hidden share of its exchange. More

@@ -156,6 +156,15 @@ def test_a_bad_option_of_moe_is_refused(
     refused(capsys, ["moe", str(MINI), *arguments], *parts)
 
 
+def test_a_table_of_a_machine_that_has_no_room_for_its_smallest_run_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before there is a folder of the run."""
+    pair = str(MINI.with_name("pair.yaml"))
+    refused(capsys, ["moe", pair, "--table"], "--table", "pair.yaml", "at least 8 dies, not 2")
+    assert not Path("runs").exists()
+
+
 DIE, CPU, NODE = "node00/npu1/die1", "node01/cpu0", "node02"
 LINKS: list[tuple[list[str], tuple[str, ...]]] = [
     (["ip", DIE, "node01/npu0/die0", "1MiB"], ("--plane", "'ip'", "ub, rdma, vpc")),

@@ -24,7 +24,10 @@ class Judge(Protocol):
 def make(name: Name, settings: ModelSettings, *, skew: str = "uniform") -> Body:
     """The body of this name; the exact one is made once a process, so call it before the fork.
     ``skew`` (``exact_skew``) is the exact one's alone."""
-    return exact.prepared(settings, skew) if name == "exact" else seal.SealBody(settings)
+    if name == "exact":
+        return exact.prepared(settings, skew)
+    assert skew == "uniform", "a body of seals has no biases"
+    return seal.SealBody(settings)
 
 
 def judge(name: Name, settings: ModelSettings) -> Judge:

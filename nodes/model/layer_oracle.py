@@ -42,9 +42,11 @@ def make(
     places: I64,
     skew: str = "uniform",
 ) -> Layers:
-    """Tokens of these contents at these places, of the model with this body."""
+    """Tokens of these contents at these places, of the model with this body. Only the exact one has
+    a ``skew`` (``exact_skew``)."""
     if body == "exact":
         return ExactLayers(settings, seeds=seeds, places=places, skew=skew)
+    assert skew == "uniform", "a body of seals has no biases"
     return SealLayers(settings, seeds=seeds, places=places)
 
 

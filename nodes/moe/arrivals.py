@@ -96,8 +96,3 @@ class Arrivals:
         """Sources from which fewer than these rows [ep_size] have come to a local rank."""
         fewer: list[int] = np.flatnonzero(self._come[rank] < rows).tolist()
         return fewer
-
-    def rows_per_rank(self) -> I64:
-        """Rows [ranks] that have come."""
-        rows: I64 = self._come.sum(axis=1)
-        return rows

@@ -57,8 +57,9 @@ class Buffer:
     def write(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Messages reach these slots at these instants. CorruptError where one is not taken yet."""
         busy_ps = self._busy_until_ps
-        if len(slots) and not 0 <= slots.min() <= slots.max() < busy_ps.shape[1]:
-            raise CorruptError(f"{self._name} slot {slots.max()} is outside", definite=True)
+        outside = np.flatnonzero((slots < 0) | (slots >= busy_ps.shape[1]))
+        if len(outside):
+            raise CorruptError(f"{self._name} slot {slots[outside[0]]} is outside", definite=True)
         flat = ranks * busy_ps.shape[1] + slots
         late = busy_ps.ravel().take(flat) > at_ps
         if late.any():

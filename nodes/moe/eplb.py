@@ -30,11 +30,11 @@ PARTS = 1 << 20
 """Parts of a token."""
 
 TOLERANCE = 32
-"""A rank may have 1/32 more than the mean before replicas are exchanged for it: counted loads of one step
+"""A rank may have 1/32 more than the mean before replicas are exchanged for it (assumed, range 8 to 128): counted loads of one step
 differ more from the next's (8 ranks, 32 experts each: 1.01; 320 ranks, one each: 1.2)."""
 
 HIERARCHY_COST = 8
-"""Groups stay in one node unless packing over all ranks has a largest load lower by 1/8: between nodes the
+"""Groups stay in one node unless packing over all ranks has a largest load lower by 1/8 (assumed, range 4 to 32): between nodes the
 machine's links are as fast as within them (137 and 135 GB/s a die), so it gains little here."""
 
 _NEVER = np.iinfo(np.int64).max
@@ -110,7 +110,8 @@ def imbalance(placement: Placement, loads: I64) -> float:
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
 
 
-def _most(placement: Placement, loads: I64) -> int:
+def most(placement: Placement, loads: I64) -> int:
+    """Largest load of a rank, in PARTS of a token."""
     return int(rank_loads(placement, loads).max())
 
 

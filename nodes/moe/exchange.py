@@ -219,8 +219,9 @@ class Exchange:
             self._send_counted(key, layer, done_ps)
 
     def exclude(self, dead: frozenset[int]) -> None:
-        """From here on these ranks are not waited for nor written to; experts that only they had are at
-        none (the caller dispatches no token to them)."""
+        """From here on these ranks are not waited for nor written to. Experts that only they had are given
+        to living ranks (``placement.without``), so that every expert has a rank; those have no weights
+        of them, so the caller dispatches no token to such an expert."""
         group = self._group
         assert group is not None
         gone = np.array(sorted(dead), dtype=np.int64)

@@ -15,7 +15,7 @@ from cmnet.vtime.loop import VirtualLoop
 from nodes.model.body import Body
 from nodes.moe.due import Due
 from nodes.moe.exchange import Exchange
-from nodes.moe.layer import Key, Touch
+from nodes.moe.layer import Key, Touch, ignore
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg
 
@@ -52,12 +52,12 @@ class Experts:
         layer_of: Callable[[Key], int],
         touch: Touch,
     ) -> None:
-        self._loop, self._exchange, self._body, self._touch = loop, exchange, body, touch
+        self._exchange, self._body, self._touch = exchange, body, touch
         self._operators, self._expert_ps, self._layer_of = operators, expert_ps, layer_of
         self._due: Due[Served] = Due(loop)
         self.hold_ps: Callable[[Key, int], int] | None = None
         """When a rank's combine begins whose experts are done at an instant, if not then."""
-        self.on_served: Callable[[Served], Any] = _ignore
+        self.on_served: Callable[[Served], Any] = ignore
         """Told of each rank when its results leave."""
         exchange.on_dispatched = self._dispatched
 
@@ -65,7 +65,7 @@ class Experts:
         counts = self._exchange.rows_by_expert(key)
         every_rows = counts.sum(axis=1).tolist()
         every_experts = np.count_nonzero(counts, axis=1).tolist()
-        start_ps, now_ps = self._operators.combine_start_ps, self._loop.now_ps
+        start_ps = self._operators.combine_start_ps
         times: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, at_ps in done_ps.items():
             local = rank - self._exchange.first
@@ -80,8 +80,11 @@ class Experts:
                 served = served._replace(
                     combine_began_ps=self.hold_ps(key, served.combine_began_ps)
                 )
-            due_ps = served.combine_began_ps + start_ps
-            self._due.add(max(due_ps, now_ps), served)  # known late: see ``program``
+            self._due.add(served.combine_began_ps + start_ps, served)
+
+    def statistics(self) -> dict[str, int]:
+        """Of combines that were known late, see ``due``."""
+        return self._due.statistics()
 
     async def run(self) -> None:
         """Serve what becomes due."""
@@ -105,7 +108,3 @@ class Experts:
         await self._exchange.combine(key, rows, results, legs)
         for _, served in lot:
             self.on_served(served)
-
-
-def _ignore(_: Served) -> None:
-    """Nobody asked."""

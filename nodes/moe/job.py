@@ -1,4 +1,8 @@
-"""What one ``moe`` run is: the group, its tokens and how they travel; the same object in every process."""
+"""What one ``moe`` run is: the group, its tokens and how they travel; the same object in every process.
+
+Owns the job and the contents that its tokens have. Does not own how it is made of options and a machine
+(``setup``) nor what carries it out (``program``).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ the oracle computes each content once and every token's seal (model.md section 5
 FIRST_SEED = 0x636D_6E65_7400_0000
 """Seed of content 0; content c has the seed FIRST_SEED + c."""
 
-
 PERIOD_PS = 10 * 10**9
-"""Between the begins of isolated operators: longer than any takes without a fault."""
+"""Between the begins of isolated operators: longer than any takes without a fault (assumed, range
+1 to 100 ms)."""
 
 
 class MoeJob(msgspec.Struct, frozen=True, kw_only=True):

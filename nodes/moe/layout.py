@@ -203,12 +203,13 @@ def joined(parts: list[TokenRows], vector_words: int) -> TokenRows:
 
 
 def order_by(*keys: I64) -> I64:
-    """The stable order of rows [n] by the first key, equal ones by the second, and so on. Keys below
-    2^16 are sorted by their digits: many times faster than ``lexsort``."""
+    """The stable order of rows [n] by the first key, equal ones by the second, and so on. No key is
+    negative; those below 2^16 are sorted by their digits: many times faster than ``lexsort``."""
     order: I64 | None = None
     for key in reversed(keys):
         if order is not None:
             key = key.take(order)
+        assert not len(key) or key.min() >= 0, "a negative key"
         small = key.astype(np.uint16) if len(key) and key.max() < 1 << 16 else key
         step = np.argsort(small, kind="stable")
         order = step if order is None else order.take(step)

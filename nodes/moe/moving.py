@@ -26,9 +26,12 @@ Name = Literal["prefetch", "disable", "load", "enable"]
 Slot = tuple[int, int]
 """(rank, slot)"""
 
+EXPERT_BYTES = int(constants.EXPERT_WEIGHTS.value)
+"""Of the weights of one expert in one layer: INT8, a byte each."""
+
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights of one expert, for all layers, from a rank that has them to a slot."""
+    """The weights of one expert in one layer, from a rank that has them to a slot."""
 
     rank: int
     slot: int
@@ -59,17 +62,12 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.stages[-1].placement if self.stages else old
 
 
-def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
-    """What must be copied, by rank and slot; sources take turns among the old replicas.
-
-    Both have the same slots, as ``eplb.rebalance`` makes them.
-    """
-    wanted = _wanted(old, new)
-    return _from_sources(old, [(at, expert) for at, expert in wanted if expert != EMPTY])
-
-
 def stages(old: Placement, new: Placement, *, room: int = 1) -> Schedule:
-    """The rounds from one placement to the other, with ``room`` experts of spare memory a rank."""
+    """The rounds from one placement to the other, with ``room`` experts of spare memory a rank.
+
+    Both have the same slots, as ``eplb.rebalance`` makes them. Sources take turns among the replicas
+    that are there when a round begins.
+    """
     assert room >= 1
     walk = _Walk(old, room)
     pending = _wanted(old, new)
@@ -193,15 +191,3 @@ def _from_sources(old: Placement, wanted: list[tuple[Slot, int]]) -> tuple[Move,
         found.append(Move(rank=rank, slot=slot, expert=expert, source_rank=source))
     return tuple(found)
 
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def expert_bytes(layers: int) -> int:
-    """Weights of one expert in so many layers: INT8, a byte each (``constants.EXPERT_WEIGHTS``)."""
-    return int(constants.EXPERT_WEIGHTS.value) * layers
-
-
-def hbm_bytes(slots_per_rank: int, layers: int) -> int:
-    """Weights of a rank's slots; while experts move, add ``expert_bytes`` for each of ``room``."""
-    return slots_per_rank * expert_bytes(layers)

@@ -54,7 +54,7 @@ class Operators(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokens_ready_ps(self, tokens: int) -> I64:
         """When each token [tokens] may be written, from the first stage on: stages a and b done."""
-        copy_ps, quantise_ps = self._copy_ps(), self._copy_ps()
+        copy_ps, quantise_ps = self._copy_ps(), self._quantise_ps()
         pace_ps = max(copy_ps, quantise_ps)
         return copy_ps + quantise_ps + pace_ps * np.arange(tokens, dtype=np.int64)
 
@@ -75,8 +75,12 @@ class Operators(msgspec.Struct, frozen=True, kw_only=True):
         return at_smallest + c.EXCHANGE_GROWTH.value * doublings
 
     def _copy_ps(self) -> int:
-        """One token in BF16 from memory (or, quantised, within the cores: assumed not slower)."""
+        """One token in BF16 from memory."""
         return _ps(self.model.combine_bytes / (c.HBM_RATE.value * c.MEMORY_SHARE.value))
+
+    def _quantise_ps(self) -> int:
+        """One token to INT8, within the cores: assumed to take as long as its copy, no more."""
+        return self._copy_ps()
 
 
 def _ps(seconds: float) -> int:

@@ -24,6 +24,7 @@ LAYERS_MAX = 58
 EP_MAX = 768
 """Dies of a supernode; the shipping operator takes no more either."""
 REDUNDANT_MAX = 4096
+"""16 replicas of each of 256 experts (assumed; any bound will do: memory refuses less, see ``setup``)."""
 
 TABLE_MODEL = "seal"
 """Of ``--table`` unless said: its gate is uniformly random, token by token, as the published latencies are

@@ -144,6 +144,6 @@ class Passes:
             "ways": [] if course is None else rebalancing.described(course),
             "gave_up": self._rebalancing.gave_up,
             "fetched": weights.fetched,
-            "fetched_bytes": moving.expert_bytes(weights.fetched),
+            "fetched_bytes": moving.EXPERT_BYTES * weights.fetched,
             "fetch_ps": weights.fetch_ps,
         }

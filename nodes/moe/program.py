@@ -145,7 +145,11 @@ class MoeNode:
         context.on_statistics = self._statistics
 
     def _statistics(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"memory_peak_bytes": result.memory_peak_bytes()}
+        known = {"layers": self._due.statistics(), "combines": self._experts.statistics()}
+        found: dict[str, Any] = {
+            "memory_peak_bytes": result.memory_peak_bytes(),
+            "known_late": known,
+        }
         return found if self._passes is None else found | {"eplb": self._passes.statistics()}
 
     async def run(self) -> None:
@@ -277,9 +281,7 @@ class MoeNode:
             if self._job.isolated and not last:
                 begins_ps = max(read_ps, self._period_ps((*key[:2], key[2] + 1), 0))
             ready = Ready(key[1], key[2], rank, read_ps, begins_ps)
-            due_ps = begins_ps + start_ps
-            # flags of ranks that were done far apart travel as one, known when the last of them is
-            self._due.add(max(due_ps, self._loop.now_ps), ready)
+            self._due.add(begins_ps + start_ps, ready)
 
     def _period_ps(self, key: Key, operator: int) -> int:
         """When an isolated operator begins: 0 the dispatch, 1 the combine."""

@@ -120,7 +120,8 @@ def problems(sources: Sources) -> list[str]:
         found.append(f"{verified.wrong} of {total} token-layers are wrong: {verified.first}")
     if sources.told.verify and not found:
         found += _unverified(sources)
-    if unexplained := [] if _explained(sources) else sources.seen.errors:
+    unexplained = [] if _explained(sources) else sources.seen.errors
+    if unexplained:
         first = unexplained[0]
         where = f"step {first['step']}, layer {first['layer']}, rank {first['rank']}"
         what = (
@@ -147,7 +148,7 @@ def _explained(sources: Sources) -> bool:
 def _unverified(sources: Sources) -> list[str]:
     """Lines that neither a death nor an error of their rank explains; a verifier that did not finish."""
     verified, told = sources.verified, sources.told
-    if not verified.finished_at_s and verified.first is not None:
+    if not verified.finished:
         return [f"nothing was verified: {verified.first}"]
     outcome = sources.record.outcome
     dead = {death.node for death in outcome.deaths} if outcome else set()

@@ -44,30 +44,35 @@ class Seen:
         """(step, layer, rank) -> when each flag of its combine was here."""
 
     def take(self, line: RankLayer) -> None:
-        """One line."""
-        at, ranks = (line.step, line.layer, line.rank), self.rows.shape[2]
+        """One line. Raises ValueError at one of no place that the run has, or with an array of neither
+        nothing nor an element for each rank."""
+        at, (_, layers, ranks) = (line.step, line.layer, line.rank), self.rows.shape
+        sent = _of_ranks("sent_rows", result.sent_rows(line), ranks)
+        dispatch_ps = _of_ranks("dispatch_flags_ps", result.instants(line.dispatch_flags_ps), ranks)
+        combine_ps = _of_ranks("combine_flags_ps", result.instants(line.combine_flags_ps), ranks)
+        for name, value, count in zip(("step", "layer", "rank"), at, (self._steps_max, layers, ranks)):
+            if not 0 <= value < count:
+                raise ValueError(f"{name} {value} of {count}")
         self._make_room(line.step)
         if not self.stages[line.step] or self.stages[line.step] == "stopped":
             self.stages[line.step] = line.stage
         self.began_ps[at], self.dispatched_ps[at] = line.began_ps, line.dispatched_ps
         self.combine_began_ps[at], self.combined_ps[at] = line.combine_began_ps, line.combined_ps
         self.rows[at] = line.rows
-        if len(sent := result.sent_rows(line)) == ranks:
+        if len(sent):
             self.sent[line.step, line.rank] += sent
-        self._dispatch.take(line.rank, line.began_ps, result.instants(line.dispatch_flags_ps))
-        if len(flags_ps := result.instants(line.combine_flags_ps)) == ranks:
-            self._results[at] = flags_ps
+        self._dispatch.take(line.rank, line.began_ps, dispatch_ps)
+        if len(combine_ps):
+            self._results[at] = combine_ps
         if line.error:
             place = {"step": line.step, "layer": line.layer, "rank": line.rank}
             self.errors.append(place | {"error": line.error})
 
     def _make_room(self, step: int) -> None:
-        """For a pass that is not the first of its number. Raises IndexError beyond what can be."""
+        """For a pass that is the first of its number."""
         more = step + 1 - len(self.stages)
         if more <= 0:
             return
-        if step >= self._steps_max:
-            raise IndexError(f"step {step} of {self._steps_max}")
         self.stages += ["" for _ in range(more)]
         for name in (
             "began_ps",
@@ -114,7 +119,7 @@ class _Waits:
 
     def take(self, rank: int, began_ps: int, flags_ps: I64) -> None:
         """What one rank saw in one layer; nothing where its operator never began."""
-        if began_ps < 0 or len(flags_ps) != len(self._sum):
+        if began_ps < 0 or not len(flags_ps):
             return
         self._never[rank] |= flags_ps < 0
         self._sum[rank] += np.maximum(flags_ps - began_ps, 0)
@@ -124,6 +129,13 @@ class _Waits:
         """Of a rank that has said nothing, nothing came."""
         nothing = self._never | (self._count == 0)
         return np.where(nothing, -1, self._sum // np.maximum(self._count, 1))
+
+
+def _of_ranks(name: str, array: I64, ranks: int) -> I64:
+    """The array, of all ranks or empty. Raises ValueError."""
+    if len(array) not in (0, ranks):
+        raise ValueError(f"{name} of {len(array)} ranks, not {ranks}")
+    return array
 
 
 def read(folder: Path, told: Told) -> Seen:
@@ -141,7 +153,7 @@ def read(folder: Path, told: Told) -> Seen:
         for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
             try:
                 seen.take(result.decode(line))
-            except (msgspec.DecodeError, IndexError, ValueError) as error:
+            except (msgspec.DecodeError, ValueError) as error:
                 key, expected = f"line {number}", "what a rank saw of a layer"
                 value = str(error)
                 raise InputError(file=str(path), key=key, value=value, expected=expected) from None

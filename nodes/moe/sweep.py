@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from cmnet.launch import options as values
 from cmnet.topology.machine import Machine
 from nodes.moe import published
 from nodes.moe.options import Options
@@ -36,10 +37,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def points(machine: Machine, options: Options) -> list[Point]:
-    """The runs, each shape once; on a smaller machine those that have room on it."""
+    """The runs, each shape once; on a smaller machine those that have room on it. Raises InputError
+    where none has."""
     dies = machine.nodes_count * machine.dies_per_node
     shapes = [(ep, published.EP_TABLE_BATCH) for ep in published.EP_TABLE]
     shapes += [(published.BATCH_TABLE_EP, batch) for batch in published.BATCH_TABLE]
+    least = min(ep for ep, _ in shapes)
+    if dies < least:
+        raise values.wrong("--table", machine.file, f"a machine of at least {least} dies, not {dies}")
     return [
         Point(
             ep_size=ep,
@@ -101,7 +106,6 @@ def build(
     )
 
 
-_OPTIONS = ("algo", "engine", "skew", "body")
 _SUMMED = ("launch_s", "wall_s", "virtual_s", "windows", "grants")
 
 

@@ -1,4 +1,7 @@
-"""A placement as arrays: who holds what, and in which of its slots. Pure."""
+"""A placement as arrays: who holds what, and in which of its slots. Pure.
+
+Does not own the placement (``placement``) nor whom of several replicas a token goes to (``exchange``).
+"""
 
 from __future__ import annotations
 

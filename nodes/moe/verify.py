@@ -51,7 +51,8 @@ class Verified(msgspec.Struct, kw_only=True):
     first: str | None = None
     """The first thing that was wrong, in words."""
     missing: list[Missing] = []
-    first_missing: str | None = None
+    finished: bool = False
+    """Every line that was written has been looked at, and what is missing is known."""
     finished_at_s: float = 0.0
     """Wall clock of this host (``cmnet.record.tail.wall_s``) at the last verification."""
 
@@ -95,9 +96,7 @@ class Verifier:
             absent = np.argwhere(~self._seen[:, :, rank])
             step, layer = map(int, absent[0])
             self.verified.missing.append(Missing(rank, len(absent), step, layer))
-        if self.verified.missing:
-            first = min(self.verified.missing, key=lambda each: (each.step, each.layer, each.rank))
-            self.verified.first_missing = _where(first.step, first.layer, first.rank)
+        self.verified.finished = True
         return self.verified
 
     def _check(self, line: RankLayer) -> None:

@@ -46,7 +46,7 @@ def pattern(layer: int, expert: int) -> bytes:
 def copy_ps(experts: int) -> int:
     """A die's time to copy so many experts' weights within its HBM: each byte is read and written."""
     rate = constants.HBM_RATE.value * constants.MEMORY_SHARE.value
-    return round(2 * moving.expert_bytes(1) * experts / rate * 1e12)
+    return round(2 * moving.EXPERT_BYTES * experts / rate * 1e12)
 
 
 class Weights:
@@ -65,7 +65,7 @@ class Weights:
     ) -> None:
         self._context, self._ub, self._devices, self._touch = context, ub, job.devices, touch
         self._local = range(first, first + ranks)
-        self._bytes = moving.expert_bytes(1)
+        self._bytes = moving.EXPERT_BYTES
         self._spare: dict[Place, bytes] = {}
         """What has been fetched for a slot."""
         self._busy = 0

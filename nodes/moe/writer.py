@@ -28,9 +28,10 @@ class Writer:
     async def burst(
         self, kind: int, head: bytes, writes: Writes, flags: Writes, lost: Lost
     ) -> None:
-        """Write, and set flags behind, all to other ranks. Waits, in virtual time, until each port
-        takes so much (design 2.1); a port takes more than one collective, so this waits only behind
-        other traffic. ``lost`` gets the indices of writes that the link gave up on."""
+        """Write to other ranks and set flags behind, a rank's own among them, of 0 bytes, which is there
+        when all before it has left. Waits, in virtual time, until each port takes so much (design
+        2.1); a port takes more than one collective, so this waits only behind other traffic. ``lost``
+        gets the indices of writes that the link gave up on."""
         charged = np.bincount(
             writes.sources, weights=writes.charged_bytes, minlength=len(self._devices)
         )

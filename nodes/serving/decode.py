@@ -50,40 +50,9 @@ class DecodeNode:
         self._control = machine.dies(context.process)[0]
         self._gateway = _vpc_port_of_gateway(context)
         self._vpc = machine.vpc_port(context.process)
-        self._cost = DecodeCost(dies=len(self._devices), model=job.model)
         self._pause_ps = job.serving.step_pause.amount
-        self._operators = Operators(ep_size=len(self._devices), model=job.model)
-        self._exchange = Exchange(
-            context,
-            body,
-            job.scale,
-            devices=self._devices,
-            operators=self._operators,
-            timeout_ps=job.serving.step_timeout.amount,
-        )
-        self._exchange.on_late = self._late
-        self._exchange.on_lost = self._lost
-        self._exchange.on_wrong = lambda key, error: self._fail(key, error)
         self._decoding = job.decoding
-        self._walk = Walk(
-            context.loop,
-            self._exchange,
-            body,
-            cost=self._cost,
-            operators=self._operators,
-            decoding=job.decoding,
-            touch=touch,
-        )
-        self._experts = Experts(
-            context.loop,
-            self._exchange,
-            body,
-            self._operators,
-            expert_ps=functools.partial(self._cost.expert_ps, microbatch=job.decoding.microbatch),
-            layer_of=self._walk.layer_of,
-            touch=touch,
-        )
-        context.spawn(self._experts.run(), "experts")
+        self._exchange, self._walk = self._make_layers(context, job)
         sequences_max = job.serving.decode_sequences_max.amount
         self._batch = -(-sequences_max // job.decoding.parts) * job.decoding.queries
         self._waiting: dict[tuple[int, int], Sequence] = {}
@@ -111,6 +80,43 @@ class DecodeNode:
         post.on(messages.Rows, self._rows_came)
         post.on(messages.Cancel, self._cancel)
         post.on(messages.GiveUp, self._give_up)
+
+    def _make_layers(self, context: Context, job: Job) -> tuple[Exchange, Walk]:
+        """Both sides of the exchange: experts serve from now on, sources when a step says so."""
+        ep_size, decoding = len(self._devices), job.decoding
+        cost = DecodeCost(dies=ep_size, model=job.model)
+        operators = Operators(ep_size=ep_size, model=job.model)
+        exchange = Exchange(
+            context,
+            self._body,
+            job.scale,
+            devices=self._devices,
+            operators=operators,
+            timeout_ps=job.serving.step_timeout.amount,
+        )
+        exchange.on_late = self._late
+        exchange.on_lost = self._lost
+        exchange.on_wrong = self._fail
+        walk = Walk(
+            context.loop,
+            exchange,
+            self._body,
+            cost=cost,
+            operators=operators,
+            decoding=decoding,
+            touch=self._touch,
+        )
+        experts = Experts(
+            context.loop,
+            exchange,
+            self._body,
+            operators,
+            expert_ps=functools.partial(cost.expert_ps, microbatch=decoding.microbatch),
+            layer_of=walk.layer_of,
+            touch=self._touch,
+        )
+        context.spawn(experts.run(), "experts")
+        return exchange, walk
 
     # --- sequences --------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Progress:
     def begin(self, *, instance: int, rank: int, now_ps: int, done: asyncio.Future[None]) -> None:
         """A new attempt, from the prompt."""
         self.instance, self.rank, self.moved_ps, self.done = instance, rank, now_ps, done
-        self.kept = self.draft_fold = 0
+        self.kept = 0
         self.early = []
 
     @property

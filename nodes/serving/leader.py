@@ -85,7 +85,7 @@ class Leader:
             if self._node_of_rank(rank) == message.node:
                 self._unconfirmed.pop(sequence, None)
                 if sequence in kv_tokens:
-                    pass
+                    self._active[sequence] = (rank, kv_tokens[sequence])
                 else:
                     del self._active[sequence]
         self._error = self._error or message.error

@@ -13,6 +13,8 @@ from cmnet.entropy import stream
 from cmnet.launch.supervisor import NodeFault, RunResult, Supervisor
 from cmnet.link.rules import Rule
 from nodes.node import make_program
+from nodes.serving.decoding import Decoding
+from nodes.serving.job import Job
 from tests.machine.conftest import Runner, wait_for
 from tests.nodes.serving import broken, local
 from tests.nodes.serving.local import Served
@@ -34,17 +36,18 @@ def serve(
     *faults: NodeFault,
     rules: tuple[Rule, ...] = (),
     interfere: Callable[[Supervisor], None] | None = None,
+    job: Job = JOB,
 ) -> tuple[RunResult, Served]:
     """Every run must end by itself, with each request right or with an error."""
     ended = run(
-        make_program(MACHINE, JOB),
+        make_program(MACHINE, job),
         node_faults=list(faults),
         rules=list(rules),
         interfere=interfere,
     )
     assert (ended.error, ended.interrupted) == ("", False)
-    served = local.judge(JOB, Path(ended.folder), ended.digest)
-    assert sorted(r["index"] for r in served.requests) == list(range(len(JOB.workload.requests)))
+    served = local.judge(job, Path(ended.folder), ended.digest)
+    assert sorted(r["index"] for r in served.requests) == list(range(len(job.workload.requests)))
     assert served.wrong == 0, served.first
     assert all(bool(r["error"]) == (r["status"] == "error") for r in served.requests)
     return ended, served
@@ -60,6 +63,29 @@ def test_real_processes_do_what_one_loop_does(run: Runner, tmp_path: Path) -> No
     folder.mkdir()
     ended, served = serve(run)
     assert ended.digest == local.serve(MACHINE, JOB, folder).digest
+    assert ok(served) == 10
+
+
+BOTH = local.job_of(
+    MACHINE, local.busy_requests(), body="exact", decoding=Decoding(microbatch="on", drafts=1)
+)
+
+
+def test_micro_batches_and_drafts_are_the_same_on_real_processes(
+    run: Runner, tmp_path: Path
+) -> None:
+    """Two streams and coins: still nothing of the kernel's in the digest."""
+    folder = tmp_path / "local"
+    folder.mkdir()
+    ended, served = serve(run, job=BOTH)
+    assert ended.digest == local.serve(MACHINE, BOTH, folder).digest
+    assert ok(served) == 10
+
+
+@pytest.mark.parametrize("process", [LEADER, DECODE])
+def test_a_death_within_a_pipelined_step_leaves_no_half_of_it(run: Runner, process: int) -> None:
+    """What both micro-batches had is done again by those that live; its requests begin anew."""
+    _, served = serve(run, fault("kill", process, 2.9), job=BOTH)
     assert ok(served) == 10
 
 
