@@ -105,17 +105,18 @@ class Burst:
     __slots__ = (
         "charged_bytes",
         "delays",
+        "edges",
         "fabric",
         "flags",
         "head",
         "index",
         "judged",
         "kind",
-        "legs",
         "lost",
         "pieces",
         "rate_share",
         "ready_ps",
+        "sources",
         "tables",
         "targets",
         "withheld",
@@ -158,13 +159,21 @@ class Burst:
         """What left at this instant."""
         self.delays: dict[int, int] = {0: 0}
         """Of the flags among them: a number for each delay by rules."""
-        edges = [*_edges(sources), len(sources)]
-        begins = edges[:-1]
-        charged = np.add.reduceat(self.charged_bytes, begins).tolist() if begins else []
-        self.legs = [
-            Leg(self, source, begin, end, charged_bytes, fabric.paths.of(source, rate_share))
+        self.edges = [*_edges(sources), len(sources)]
+        """Where each source's rows begin, and the end."""
+        self.sources = sources[self.edges[:-1]]
+        """[legs]"""
+
+    def legs(self) -> list[Leg]:
+        """What each source has to send."""
+        if not len(self.sources):
+            return []
+        edges, paths = self.edges, self.fabric.paths
+        charged = np.add.reduceat(self.charged_bytes, edges[:-1]).tolist()
+        return [
+            Leg(self, source, begin, end, charged_bytes, paths.of(source, self.rate_share))
             for source, begin, end, charged_bytes in zip(
-                sources[begins].tolist(), edges, edges[1:], charged
+                self.sources.tolist(), edges, edges[1:], charged
             )
         ]
 
@@ -180,47 +189,60 @@ def _edges(values: npt.NDArray[np.integer]) -> list[int]:
     return [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
 
 
-class Paths:
-    """UB write paths of one process's devices as tables; a route each would cost more than a burst."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self._machine = machine = fabric.machine
-        self._process = np.array([device.process for device in machine.devices])
-        self._npu = np.array([device.npu for device in machine.devices])
-        kinds = {"die": 0, "cpu": 1, "node": 2}
-        self._kind = np.array([kinds[device.kind] for device in machine.devices])
-        self._tables: dict[tuple[int, tuple[int, int]], I64] = {}
-
-    def of(self, source: int, rate_share: tuple[int, int]) -> I64:
-        """[3, devices] of a source: rate (0 where there is no path), propagation, process."""
-        key = (source, rate_share)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = self._make(source, rate_share)
-        return table
-
-    def _make(self, source: int, rate_share: tuple[int, int]) -> I64:
-        near = self._process == self._process[source]
-        same_npu = near & (self._npu == self._npu[source])
-        sorts = self._kind * 4 + near * 2 + same_npu
-        sorts[source] = -1
-        sorts[self._kind == 2] = -1
-        table = np.zeros((3, len(sorts)), np.int64)
-        table[2] = self._process
-        numerator, denominator = rate_share
-        for sort in range(8):
-            targets = np.flatnonzero(sorts == sort)
-            if not len(targets):
-                continue
-            path = self._machine.path(
-                plane=Plane.UB, operation=Operation.WRITE, source=source, target=int(targets[0])
-            )
-            table[0, targets] = path.rate_bps * numerator // denominator
-            table[1, targets] = path.propagation_ps
-        return table
-
-
 # --- egress ---------------------------------------------------------------------------------------
+
+
+def send(burst: Burst) -> None:
+    """Into its sources' ports; or on its way, if all of it leaves within a slice from now and nothing
+    else is at those ports: the same messages at the same instants, in one go for all legs."""
+    fabric = burst.fabric
+    if _leaves_at_once(fabric, burst):
+        return
+    for leg in burst.legs():
+        port = fabric.egress_port(Plane.UB, leg.source)
+        port.queue.append(leg)
+        port.waiting_bytes += leg.charged_bytes
+        if not port.armed:
+            fabric.arm(port)
+
+
+def _leaves_at_once(fabric: Fabric, burst: Burst) -> bool:
+    from cmnet.link import port_kernels as kernels
+
+    now_ps, sources = fabric.loop.now_ps, burst.sources.tolist()
+    if not sources or now_ps < fabric.late_ps or not fabric.rules.idle(now_ps):
+        return False
+    ports = [fabric.egress_port(Plane.UB, source) for source in sources]
+    if any(port.armed or port.queue for port in ports):
+        return False
+    lasts = [fabric.last_sequence(source) for source in sources]
+    states = np.array([[*port.server.state, 0, 0, 0, 0] for port in ports])
+    rows = np.empty((burst.edges[-1], 9), np.int64)
+    if not kernels.serve_legs(
+        fabric.arriving.first_device,
+        burst.sources,
+        np.array(burst.edges),
+        np.array(lasts),
+        fabric.paths.of_all(burst.rate_share),
+        burst.targets,
+        burst.charged_bytes,
+        burst.ready_ps,
+        burst.flags,
+        now_ps,
+        now_ps + fabric.machine.bundle_slice_ps,
+        states,
+        rows,
+    ):
+        return False
+    counts = np.diff(burst.edges).tolist()
+    for source, port, last, count, state in zip(
+        sources, ports, lasts, counts, states[:, :4].tolist()
+    ):
+        port.server.state = tuple(state)
+        fabric.sequences[source] = last + count
+    burst.pieces.append((rows, len(rows)))
+    flush(burst)
+    return True
 
 
 def take_turn(fabric: Fabric, port: EgressPort, leg: Leg) -> bool:

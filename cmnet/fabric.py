@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from cmnet import burst_arrivals, bursts, deaths
+from cmnet import burst_arrivals, burst_paths, bursts, deaths
 from cmnet.errors import CausalityError, FrameError
 from cmnet.link.reach import FrameFacts
 from cmnet.link.rules import PASS, Outcome, Rules
@@ -83,7 +83,7 @@ class Fabric:
         self._ours = {d.device_id for d in machine.devices if d.process == process}
         self.late_ps = 0
         """What leaves from then on overtakes nothing that rules delayed."""
-        self.paths = bursts.Paths(self)
+        self.paths = burst_paths.Paths(self)
         self.arriving = burst_arrivals.BurstArrivals(self)
 
     # --- what planes use --------------------------------------------------------------------------
@@ -117,11 +117,12 @@ class Fabric:
         return Route(
             facts=facts,
             path=path,
-            egress=self._egress_port(plane, source),
+            egress=self.egress_port(plane, source),
             peer=None if peer == ours else peer,
         )
 
-    def _egress_port(self, plane: Plane, device: int) -> EgressPort:
+    def egress_port(self, plane: Plane, device: int) -> EgressPort:
+        """The egress of one of our devices."""
         port_id = plane * self._devices_count + device
         port = self._egress.get(port_id)
         if port is None:
@@ -162,7 +163,7 @@ class Fabric:
         if started is None:
             port.waiting_bytes += charged_bytes
         if not port.armed:
-            self._arm(port)
+            self.arm(port)
 
     def send_burst(
         self,
@@ -175,20 +176,13 @@ class Fabric:
         rate_share: tuple[int, int] = (1, 1),
     ) -> None:
         """Queue UB writes of our devices: of each source its messages, back to back in their order,
-        then its flags. Their targets' processes get ``Bundle``s with ``head`` when a frame of flags comes
-        that its handler wants (``BurstArrivals.wanted``; without, any).
-        ``lost`` is told the indices of messages that rules dropped, slice by slice at their start; a
-        flag behind one of them on its route is withheld. ``rate_share``: what the engine reaches of
-        the path's rate; its start is the caller's, in ``ready_ps``. The arrays are the fabric's from
-        now on. Nothing waits here: who may have more under way than ports take (one collective)
-        awaits ``room`` of each source's port first."""
-        burst = bursts.Burst(self, kind, head, messages, flags, lost, rate_share)
-        for leg in burst.legs:
-            port = self._egress_port(Plane.UB, leg.source)
-            port.queue.append(leg)
-            port.waiting_bytes += leg.charged_bytes
-            if not port.armed:
-                self._arm(port)
+        then its flags. Their targets' processes get ``Bundle``s with ``head`` when a frame of flags
+        comes that its handler wants (``BurstArrivals.wanted``; without, any). ``lost`` is told the
+        indices of messages that rules dropped, slice by slice at their start; a flag behind one of
+        them on its route is withheld. ``rate_share``: what the engine reaches of the path's rate;
+        its start is the caller's, in ``ready_ps``. The arrays are now the fabric's. Who may send
+        more than one collective at a time awaits ``room`` of each source's port first."""
+        bursts.send(bursts.Burst(self, kind, head, messages, flags, lost, rate_share))
 
     def signal(self, route: Route, kind: int, *, delay_ps: int, body: bytes = b"") -> None:
         """A message of no bytes that passes no port: known at the target ``delay_ps`` from now.
@@ -219,7 +213,8 @@ class Fabric:
 
     # --- egress -----------------------------------------------------------------------------------
 
-    def _arm(self, port: EgressPort) -> None:
+    def arm(self, port: EgressPort) -> None:
+        """Come back when the port is free."""
         port.armed = True
         free_ps, now_ps = port.server.free_ps, self.loop.now_ps
         at_ps = free_ps if free_ps > now_ps else now_ps
@@ -244,7 +239,7 @@ class Fabric:
             if type(queue[0]) is bursts.Leg and bursts.pause(self, port):
                 return
             if not self.loop.advance(port.server.free_ps):
-                self._arm(port)
+                self.arm(port)
                 return
 
     def go_on(self, port: EgressPort) -> None:

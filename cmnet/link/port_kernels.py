@@ -7,7 +7,7 @@ imports it before. No fastmath, and no constant of another module is compiled in
 at this file only.
 
 bits x 10^12 / rate is taken in three steps of 10^4 each, on what the step before left over: int64 holds
-that for sizes and rates below ``LIMIT``.
+that for sizes and rates below ``LIMIT``, and the quotient for what takes less than ``SECONDS_MAX``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ BEGIN, COUNT, WIDTH, FILLED, LEAST, GREATEST, TOTAL = range(7)
 
 LIMIT = 1 << 49
 """Bits of one message and bits per second are below it."""
+SECONDS_BITS = 22
+SECONDS_MAX = 1 << SECONDS_BITS
+"""One message takes less: 48 days, 4.2 x 10^18 ps of the 9.2 x 10^18 that int64 holds."""
 SEQUENCE_MAX = (1 << 63) - 1
 NEVER_PS = (1 << 63) - 1
 
@@ -41,6 +44,7 @@ UNSETTLED, SETTLED, HANDED = 0, 1, 2
 I64 = types.int64
 LINE = types.Array(types.int64, 1, "C")
 TABLE = types.Array(types.int64, 2, "C")
+CUBE = types.Array(types.int64, 3, "C")
 OCTETS = FLAGS = types.Array(types.uint8, 1, "C")
 READ_DATA = types.Array(types.uint8, 2, "C", readonly=True)
 READ_TABLE = types.Array(types.int64, 2, "C", readonly=True)
@@ -162,7 +166,7 @@ def serve_leg(
     ``paths`` [3, devices] has rate, propagation and process by target; ``state`` [1, 8] is the
     egress. A row to ``source`` itself is in when its turn comes. Fills ``out`` [end - begin, 9] but for
     its source and sequence; returns the first row that is left, or ~row (negative) at one without a
-    path or beyond ``LIMIT``.
+    path, beyond ``LIMIT`` or ``SECONDS_MAX``.
     """
     for row in range(begin, end):
         start_ps = max(now_ps, ready_ps[row], state[0, 0])
@@ -176,7 +180,7 @@ def serve_leg(
             rate_bps = 1
             out[at, FIRST] = out[at, LAST] = start_ps
         else:
-            if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
+            if not (0 <= bits < LIMIT and bits >> SECONDS_BITS < rate_bps < LIMIT):
                 return ~row
             end_ps = _serve(state, 0, start_ps, charged_bytes[row], rate_bps)
             out[at, FIRST], out[at, LAST] = start_ps + propagation_ps, end_ps + propagation_ps
@@ -188,16 +192,62 @@ def serve_leg(
     return end
 
 
+@_kernel(I64, I64, LINE, LINE, LINE, CUBE, LINE, LINE, LINE, LINE, I64, I64, TABLE, TABLE)
+def serve_legs(
+    first_device: int,
+    sources: Any,
+    edges: Any,
+    lasts: Any,
+    paths: Any,
+    targets: Any,
+    charged_bytes: Any,
+    ready_ps: Any,
+    flags: Any,
+    now_ps: int,
+    until_ps: int,
+    states: Any,
+    out: Any,
+) -> Any:
+    """``serve_leg`` for all rows of a burst: those of ``sources[i]`` are ``edges[i]`` to ``edges[i + 1]``.
+
+    ``paths`` [devices here, 3, devices] begin with ``first_device``; ``states`` [sources, 8];
+    ``lasts`` are the sources' last sequences. Fills ``out`` [rows, 9]; returns 0 if a row is left.
+    """
+    for leg in range(len(sources)):
+        begin, end, source = edges[leg], edges[leg + 1], sources[leg]
+        stop = serve_leg(
+            source,
+            paths[source - first_device],
+            targets,
+            charged_bytes,
+            ready_ps,
+            flags,
+            begin,
+            end,
+            now_ps,
+            until_ps,
+            states[leg : leg + 1],
+            out[begin:end],
+        )
+        if stop != end:
+            return 0
+        for row in range(begin, end):
+            out[row, SOURCE] = source
+            out[row, SEQUENCE] = lasts[leg] + 1 + row - begin
+    return 1
+
+
 @_kernel(I64, READ_TABLE, I64, I64, I64, I64)
 def first_wrong(table: Any, ran_to_ps: int, first_device: int, devices: int, sources: int) -> Any:
     """The first row that no sender of ours makes, -1 if there is none: a target that is not here, a
-    source that is nowhere, a size or rate beyond ``LIMIT``, a first byte before ``ran_to_ps``."""
+    source that is nowhere, a size or rate beyond ``LIMIT`` or ``SECONDS_MAX``, a first byte before
+    ``ran_to_ps``."""
     for row in range(len(table)):
         target, source = table[row, TARGET] - first_device, table[row, SOURCE]
         bits, rate_bps = table[row, CHARGED] * 8, table[row, RATE]
         if not (0 <= target < devices and 0 <= source < sources):
             return row
-        if not (0 <= bits < LIMIT and 0 < rate_bps < LIMIT):
+        if not (0 <= bits < LIMIT and bits >> SECONDS_BITS < rate_bps < LIMIT):
             return row
         if table[row, FIRST] < ran_to_ps or table[row, LAST] < table[row, FIRST]:
             return row

@@ -22,12 +22,13 @@ from nodes.model.exact_plain import RESULT_WORDS, ROW_BYTES, VECTOR_WORDS
 from nodes.model.exact_tables import F32, F64, I8
 
 MANY = 64
-"""From so many rows on, a library's matrix product is faster than the kernels' own: sums of integers
-below 2^24 in float32 are exact in any order."""
+"""From so many rows on, a library's matrix product takes the place of the kernels' own: sums of integers
+below 2^24 in float32 are exact in any order. Measured, on one thread: a gate takes 3/4 of the kernel's time
+from 16 rows to 256."""
 BLOCK = 1024
-"""Rows at a time: what is between two steps stays in a core's cache."""
+"""Rows at a time: what is between two steps stays in a core's cache (measured: 256 takes a tenth longer)."""
 MANY_OF_ONE = 8
-"""Rows of an expert together, on average."""
+"""Rows of an expert together, on average (assumed, range 4 to 32)."""
 
 
 class _Packed:

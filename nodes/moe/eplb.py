@@ -30,12 +30,14 @@ PARTS = 1 << 20
 """Parts of a token."""
 
 TOLERANCE = 32
-"""A rank may have 1/32 more than the mean before replicas are exchanged for it (assumed, range 8 to 128): counted loads of one step
-differ more from the next's (8 ranks, 32 experts each: 1.01; 320 ranks, one each: 1.2)."""
+"""A rank may have 1/32 more than the mean before replicas are exchanged for it (assumed, range 8 to 128):
+counted loads of one step differ more from the next's (8 ranks, 32 experts each: 1.01; 320 ranks, one each:
+1.2)."""
 
 HIERARCHY_COST = 8
-"""Groups stay in one node unless packing over all ranks has a largest load lower by 1/8 (assumed, range 4 to 32): between nodes the
-machine's links are as fast as within them (137 and 135 GB/s a die), so it gains little here."""
+"""Groups stay in one node unless packing over all ranks has a largest load lower by 1/8 (assumed, range 4
+to 32): between nodes the machine's links are as fast as within them (137 and 135 GB/s a die), so it gains
+little here."""
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -65,17 +67,17 @@ def rebalance(old: Placement, loads: I64, *, groups: int = 1, nodes: tuple[int, 
     assert len(loads) == old.experts
     assert int(loads.min()) >= 0 and int(loads.sum()) < 2**43
     in_order = Placement(_aligned(old, contiguous(old.rooms, old.experts)), old.shared)
-    before = _most(old, loads)
-    bar = min(before, _most(in_order, loads))
+    before = largest_load(old, loads)
+    bar = min(before, largest_load(in_order, loads))
     spread = Placement(_aligned(old, _global(old, loads)), old.shared)
     kind: Kind = "global"
     rows = _hierarchical(old, loads, groups, nodes)
     if rows is not None:
         in_nodes = Placement(_aligned(old, rows), old.shared)
-        most = _most(in_nodes, loads)
-        if most <= bar and most - most // HIERARCHY_COST <= _most(spread, loads):
+        most = largest_load(in_nodes, loads)
+        if most <= bar and most - most // HIERARCHY_COST <= largest_load(spread, loads):
             kind, spread = "hierarchical", in_nodes
-    most = _most(spread, loads)
+    most = largest_load(spread, loads)
     if bar == before and most >= before - before // TOLERANCE:
         return _plan(old, old, "unchanged", loads)
     if most <= bar:
@@ -110,7 +112,7 @@ def imbalance(placement: Placement, loads: I64) -> float:
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
 
 
-def most(placement: Placement, loads: I64) -> int:
+def largest_load(placement: Placement, loads: I64) -> int:
     """Largest load of a rank, in PARTS of a token."""
     return int(rank_loads(placement, loads).max())
 

@@ -190,4 +190,3 @@ def _from_sources(old: Placement, wanted: list[tuple[Slot, int]]) -> tuple[Move,
             turn[expert] += 1
         found.append(Move(rank=rank, slot=slot, expert=expert, source_rank=source))
     return tuple(found)
-

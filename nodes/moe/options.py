@@ -82,8 +82,17 @@ NAMES = (
 )
 """What ``parse`` takes, as Python names."""
 
-OF_ONE_RUN = ("ep", "batch", "layers", "redundant", "counts", "plan", "journal")
-"""Options that mean nothing with ``--table``, which says these itself."""
+OF_ONE_RUN = {
+    "ep": "--table has EP degrees itself",
+    "batch": "--table has batches itself",
+    "layers": "--table measures one layer",
+    "redundant": "--table has every routed expert once",
+    "counts": "--table gives all ranks as many tokens",
+    "plan": "--table measures a machine without faults",
+    "journal": "--table is many runs, a journal is of one",
+    "eplb": "--table re-places no experts",
+}
+"""Options that mean nothing with ``--table``, and why."""
 
 
 def parse(given: Mapping[str, Any]) -> Options:
@@ -160,13 +169,10 @@ def counts(text: str | None, *, ep_size: int, batch: int) -> tuple[int, ...]:
 
 
 def _refuse_beside_table(given: Mapping[str, Any], *, eplb: bool) -> None:
-    said = {name: given[name] for name in OF_ONE_RUN if given[name]} | (
-        {"eplb": "on"} if eplb else {}
-    )
-    for name, value in said.items():
-        raise options.wrong(
-            f"--{name}", value, "it left out: --table has EP degrees and batches itself"
-        )
+    said = {**given, "eplb": "on" if eplb else None}
+    for name, why in OF_ONE_RUN.items():
+        if said[name]:
+            raise options.wrong(f"--{name}", said[name], f"it left out: {why}")
 
 
 def _count(text: str | None, option: str, least: int, most: int) -> int | None:

@@ -192,17 +192,17 @@ class Rebalancing:
 
 def find_way(old: Placement, loads: I64, *, groups: int = 1, nodes: tuple[int, ...] = ()) -> Way:
     """From ``old`` to a better placement for these loads [experts]; ``groups`` and ``nodes`` as ``eplb``."""
-    before = _most(old, loads)
+    before = eplb.largest_load(old, loads)
     kind: Kind = "refilled"
     best = worthwhile(old, moving.stages(old, refill.refilled(old, loads)), loads)
-    most = _most(best.reached(old), loads)
+    most = eplb.largest_load(best.reached(old), loads)
     least = int(loads.sum()) * eplb.PARTS // sum(room > 0 for room in old.rooms)
     if most - most // ENOUGH > least:
         plan = eplb.rebalance(old, loads, groups=groups, nodes=nodes)
         schedule = worthwhile(old, moving.stages(old, plan.placement), loads)
-        if _most(schedule.reached(old), loads) < most - most // ENOUGH:
+        if eplb.largest_load(schedule.reached(old), loads) < most - most // ENOUGH:
             kind, best = plan.kind, schedule
-            most = _most(schedule.reached(old), loads)
+            most = eplb.largest_load(schedule.reached(old), loads)
     if most >= before - before // eplb.TOLERANCE:
         kind, best = "unchanged", Schedule(stages=(), kept=())
     return Way(
@@ -220,8 +220,8 @@ def worthwhile(old: Placement, schedule: Schedule, loads: I64) -> Schedule:
     left if none is better than ``old``.
     """
     enabled = [stage.placement for stage in schedule.stages if stage.name == "enable"]
-    most = [_most(each, loads) for each in enabled[:ROUNDS_MAX]]
-    before = _most(old, loads)
+    most = [eplb.largest_load(each, loads) for each in enabled[:ROUNDS_MAX]]
+    before = eplb.largest_load(old, loads)
     enough = min([before, *most])
     for rounds, reached in enumerate(most, 1):
         if reached < before and reached - reached // eplb.TOLERANCE <= enough:
@@ -253,7 +253,3 @@ def summed(loads: Sequence[bytes], *, experts: int) -> I64:
     parts = [np.frombuffer(each, dtype="<i4").astype(np.int64) for each in loads]
     total: I64 = np.sum(parts, axis=0)
     return total.reshape(-1, experts)
-
-
-def _most(placement: Placement, loads: I64) -> int:
-    return int(eplb.rank_loads(placement, loads).max())

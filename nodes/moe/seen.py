@@ -50,7 +50,9 @@ class Seen:
         sent = _of_ranks("sent_rows", result.sent_rows(line), ranks)
         dispatch_ps = _of_ranks("dispatch_flags_ps", result.instants(line.dispatch_flags_ps), ranks)
         combine_ps = _of_ranks("combine_flags_ps", result.instants(line.combine_flags_ps), ranks)
-        for name, value, count in zip(("step", "layer", "rank"), at, (self._steps_max, layers, ranks)):
+        for name, value, count in zip(
+            ("step", "layer", "rank"), at, (self._steps_max, layers, ranks)
+        ):
             if not 0 <= value < count:
                 raise ValueError(f"{name} {value} of {count}")
         self._make_room(line.step)

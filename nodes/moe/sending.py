@@ -145,10 +145,10 @@ def dispatch_flags(
 ) -> Writes:
     """A flag of each leg to each rank with experts, with a count for each of its experts."""
     ep_size = len(held.shared)
-    leg_of = np.full(ep_size, -1, dtype=np.int64)
-    leg_of[list(legs)] = np.arange(len(legs))
     slot = held.local_slot.ravel().take(rows.targets * held.local_slot.shape[1] + rows.experts)
-    flat = (leg_of.take(rows.sources) * ep_size + rows.targets) * held.slots + slot
+    flat = (
+        _leg_of(legs, ep_size=ep_size).take(rows.sources) * ep_size + rows.targets
+    ) * held.slots + slot
     counts = np.bincount(flat, minlength=len(legs) * ep_size * held.slots)
     per_target = counts.reshape(len(legs), ep_size, held.slots)[:, experts]
     charged = flag_bytes * np.maximum(held.written[experts], 1)
@@ -159,9 +159,7 @@ def combine_flags(
     rows: TokenRows, legs: dict[int, Leg], to: I64, *, ep_size: int, flag_bytes: int
 ) -> Writes:
     """A flag of each leg to each source ``to``, with the count of its results for it."""
-    leg_of = np.full(ep_size, -1, dtype=np.int64)
-    leg_of[list(legs)] = np.arange(len(legs))
-    flat = leg_of.take(rows.targets) * ep_size + rows.sources
+    flat = _leg_of(legs, ep_size=ep_size).take(rows.targets) * ep_size + rows.sources
     counts = np.bincount(flat, minlength=len(legs) * ep_size).reshape(len(legs), ep_size)
     charged = np.full(len(to), flag_bytes, dtype=np.int64)
     return _flags(legs, to, counts[:, to].reshape(-1, 1), charged)
@@ -183,6 +181,13 @@ def _flags(legs: dict[int, Leg], to: I64, counts: I64, charged: I64) -> Writes:
     )
 
 
+def _leg_of(legs: dict[int, Leg], *, ep_size: int) -> I64:
+    """[ep_size] which of the legs is a rank's; -1: none."""
+    leg_of = np.full(ep_size, -1, dtype=np.int64)
+    leg_of[list(legs)] = np.arange(len(legs))
+    return leg_of
+
+
 def first_ps(legs: dict[int, Leg], ranks: I64) -> I64:
     """When the first stage of each rank [n] may begin."""
     of_rank = np.zeros(max(legs) + 1, dtype=np.int64)
@@ -192,7 +197,5 @@ def first_ps(legs: dict[int, Leg], ranks: I64) -> I64:
 
 def rows_sent(rows: Outgoing, legs: dict[int, Leg], *, ep_size: int) -> I64:
     """Rows that each leg sends to each rank [legs, ep_size]."""
-    leg_of = np.full(ep_size, -1, dtype=np.int64)
-    leg_of[list(legs)] = np.arange(len(legs))
-    flat = leg_of.take(rows.sources) * ep_size + rows.targets
+    flat = _leg_of(legs, ep_size=ep_size).take(rows.sources) * ep_size + rows.targets
     return np.bincount(flat, minlength=len(legs) * ep_size).reshape(len(legs), ep_size)

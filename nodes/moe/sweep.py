@@ -44,7 +44,9 @@ def points(machine: Machine, options: Options) -> list[Point]:
     shapes += [(published.BATCH_TABLE_EP, batch) for batch in published.BATCH_TABLE]
     least = min(ep for ep, _ in shapes)
     if dies < least:
-        raise values.wrong("--table", machine.file, f"a machine of at least {least} dies, not {dies}")
+        raise values.wrong(
+            "--table", machine.file, f"a machine of at least {least} dies, not {dies}"
+        )
     return [
         Point(
             ep_size=ep,

@@ -1,6 +1,6 @@
 """A placement as arrays: who holds what, and in which of its slots. Pure.
 
-Does not own the placement (``placement``) nor whom of several replicas a token goes to (``exchange``).
+Does not own the placement (``placement``) nor which of several replicas a token goes to (the same).
 """
 
 from __future__ import annotations

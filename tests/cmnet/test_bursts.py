@@ -664,6 +664,15 @@ def test_a_target_that_the_plane_does_not_join_is_refused() -> None:
             rig.run()
 
 
+@pytest.mark.parametrize("size", [0, 512])
+def test_a_message_to_its_own_source_is_a_bug(size: int) -> None:
+    """Only a flag of no bytes may come back: nothing else is settled without a port."""
+    with Rig("pair") as rig:
+        source = rig.device("node00/npu0/die0")
+        with pytest.raises(AssertionError, match="not a flag to itself"):
+            post_burst(rig, Post(0, source, [(source, size, 0)]))
+
+
 def test_quiet_messages_are_handed_over_before_flags_that_came_after_them() -> None:
     """Flags are an event at their targets like any message that is not quiet."""
     with Rig("pair") as rig:
@@ -723,6 +732,6 @@ def test_every_carried_byte_is_compared(octet: int) -> None:
             carry(peer, plane, head, body, changed)
 
         rig.fabrics[0].carry = broken
-        post_burst(rig, Post(0, UB_DEVICES[0], [(far, 7680, 0)]))
+        post = Post(0, UB_DEVICES[0], [(far, 7680, 0)])
         with pytest.raises(CorruptError, match="differs from the first"):
-            rig.run()
+            post_burst(rig, post)  # on its way at once, and a rig delivers at once

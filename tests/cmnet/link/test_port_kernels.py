@@ -58,7 +58,9 @@ def test_a_leg_is_served_as_its_messages_one_by_one(
         begin = stop
 
 
-@pytest.mark.parametrize(("size", "rate_bps"), [(1 << 46, 1), (-1, 1), (1, 0), (1, 1 << 49)])
+@pytest.mark.parametrize(
+    ("size", "rate_bps"), [(1 << 46, 1), (-1, 1), (1, 0), (1, 1 << 49), (1 << 20, 2)]
+)
 def test_what_int64_cannot_hold_is_refused(size: int, rate_bps: int) -> None:
     one = np.array([size])
     paths, out = np.array([[rate_bps], [0], [0]]), np.zeros((1, 9), np.int64)

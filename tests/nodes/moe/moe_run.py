@@ -60,6 +60,11 @@ class Run:
         self.lines = {(line.step, line.layer, line.rank): line for line in lines}
         assert len(self.lines) == len(lines), "a rank wrote a layer twice"
 
+    def late(self) -> int:
+        """Operators and ends of layers that nodes knew of too late."""
+        known = [each["known_late"] for each in self.statistics if each]
+        return sum(of["late"] for each in known for of in each.values())
+
     def seals(self) -> dict[tuple[int, int, int], list[int]]:
         """The seals of every rank and layer."""
         return {place: result.seals(line).tolist() for place, line in self.lines.items()}

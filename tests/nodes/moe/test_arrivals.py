@@ -84,9 +84,6 @@ def test_complete_with_the_last_and_not_before(counts: dict, mix) -> None:  # ty
     assert told == last
     assert arrivals.last_ps.tolist() == [10 * last[rank] for rank in range(RANKS)]
     assert not arrivals.missing().any()
-    assert arrivals.rows_per_rank().tolist() == [
-        sum(count for (rank, _), count in counts.items() if rank == each) for each in range(RANKS)
-    ]
     assert arrivals.began_ps.tolist() == [100, 101, 102, 103]
 
 

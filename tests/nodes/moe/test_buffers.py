@@ -78,8 +78,8 @@ def test_other_slots_are_not_meant() -> None:
 @pytest.mark.parametrize("slot", [-1, SLOTS])
 def test_a_slot_outside_is_refused(slot: int) -> None:
     buffer = Buffer(name="dispatch", ranks=RANKS, slots=SLOTS)
-    with pytest.raises(CorruptError, match="is outside"):
-        buffer.write(array(0), array(slot), array(1))
+    with pytest.raises(CorruptError, match=f"dispatch slot {slot} is outside"):
+        buffer.write(array(0, 0), array(SLOTS - 1, slot), array(1, 1))
 
 
 def test_nothing_is_written_or_read() -> None:

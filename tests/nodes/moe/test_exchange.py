@@ -18,16 +18,12 @@ from cmnet.link.rules import Rule
 from cmnet.topology.machine import Plane
 from cmnet.wire import frames
 from nodes.model.tamper import KINDS, Tamper
-from nodes.moe.due import Due
 from nodes.moe.job import MoeJob
-from nodes.moe.program import Ready
 from tests.nodes.moe.moe_run import Run, make_job, mini
 
 pytestmark = pytest.mark.slow
 
 US = 10**6
-START_PS = 17 * US
-"""Of a dispatch."""
 PARTS = ("vectors", "experts", "weights", "results", "slots", "shared")
 TAMPERS = [kind for kind, (part, _) in KINDS.items() if part in PARTS]
 
@@ -61,41 +57,20 @@ def test_order_of_arrival_means_nothing(algo: str, number: int, tmp_path: Path) 
     assert run.seals() == seals(algo=algo, ep=16)
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """(layer, rank, how much later than its combine returned and its start took) of each next dispatch that
-    was known too late."""
-    found: list[tuple[int, int, int]] = []
-    add = Due.add
-
-    def watched(due: Due[Any], at_ps: int, item: Any) -> None:
-        if isinstance(item, Ready) and 0 <= item.layer < 1:
-            late_ps = at_ps - item.begins_ps - START_PS
-            found.extend([(item.layer, item.rank, late_ps)] if late_ps else [])
-        add(due, at_ps, item)
-
-    monkeypatch.setattr(Due, "add", watched)
-    return found
-
-
 SKEWED = [(8, 24), (8, 96), (16, 48)]
 
 
 @pytest.mark.parametrize(("ep_size", "batch"), SKEWED)
-def test_ranks_of_one_node_may_end_far_apart(
-    ep_size: int, batch: int, late: list[Any], tmp_path: Path
-) -> None:
+def test_ranks_of_one_node_may_end_far_apart(ep_size: int, batch: int, tmp_path: Path) -> None:
     """One die has a hot expert: its results leave long after those of its neighbours, and it has all
     that it waits for before its own are away. Nobody learns too late that it is complete."""
     run = Run(make_job(ep=ep_size, model="exact", skew="hot:1:30", batch=batch), tmp_path)
     assert run.wrong() == (2 * ep_size * batch, 0, 0)
-    assert late == []
+    assert run.late() == 0
 
 
 @pytest.mark.parametrize("late_us", [60, 100, 150])
-def test_a_rank_whose_own_results_come_last_goes_on_with_them(
-    late_us: int, late: list[Any], tmp_path: Path
-) -> None:
+def test_a_rank_whose_own_results_come_last_goes_on_with_them(late_us: int, tmp_path: Path) -> None:
     """Rank 5 gets its tokens late, so it has the results of all others before its own are away: no flag
     of theirs comes any more to tell it."""
     slow = Rule(
@@ -108,7 +83,7 @@ def test_a_rank_whose_own_results_come_last_goes_on_with_them(
     run = Run(make_job(batch=96), tmp_path, rules=(slow,))
     assert run.wrong()[1:] == (0, 0)
     assert run.lines[0, 0, 5].combine_began_ps > run.lines[0, 0, 4].combine_began_ps + 40 * US
-    assert late == []
+    assert run.late() == 0
 
 
 # --- what is wrong is seen ------------------------------------------------------------------------

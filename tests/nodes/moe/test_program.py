@@ -136,6 +136,22 @@ def test_a_rank_has_written_before_it_is_done(tmp_path: Path) -> None:
         assert line.combined_ps >= own_ps
 
 
+def test_without_rules_nobody_learns_late_that_it_is_done(tmp_path: Path) -> None:
+    """Ranks with an expert that all want go on long after their neighbours, in time all the same."""
+    assert Run(make_job(model="exact", skew="hot:1:30", batch=24), tmp_path).late() == 0
+
+
+@pytest.mark.slow
+def test_where_a_rule_makes_flags_crawl_it_is_said_who_learned_late(tmp_path: Path) -> None:
+    """Those at the begin of a frame of flags are known with the last; without the rule nobody is late."""
+    crawl = rule(effects.Rate(factor=Fraction(1, 10_000)), where(3))
+    late = [
+        Run(make_job(batch=24), tmp_path / str(len(rules)), rules=rules).late()
+        for rules in ((), (crawl,))
+    ]
+    assert late[0] == 0 < late[1]
+
+
 # --- something is missing -------------------------------------------------------------------------
 
 

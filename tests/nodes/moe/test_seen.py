@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cmnet.chaos import plan as plans
-from nodes.moe import seen, setup, waits
+from cmnet.errors import InputError
+from nodes.moe import result, seen, setup, waits
 from nodes.moe.operators import Operators
 from nodes.moe.seen import Seen
 from nodes.moe.waits import Finding
@@ -151,3 +152,29 @@ def test_a_flag_that_never_came_in_one_layer_never_came() -> None:
     transits = found.combine_waits(start_ps=11 * US)
     assert transits[2, 3] == waits.NEVER
     assert (transits == waits.NEVER).sum() == 1
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "layer -1 of 2": {"layer": -1},
+    "layer 2 of 2": {"layer": 2},
+    "rank -1 of 8": {"rank": -1},
+    "rank 8 of 8": {"rank": 8},
+    "step -1 of 1": {"step": -1},
+    "step 1 of 1": {"step": 1},
+    "sent_rows of 7 ranks, not 8": {"sent_rows": bytes(4 * 7)},
+    "dispatch_flags_ps of 9 ranks, not 8": {"dispatch_flags_ps": bytes(8 * 9)},
+    "combine_flags_ps of 1 ranks, not 8": {"combine_flags_ps": bytes(8)},
+}
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_line_that_no_rank_writes_is_refused(text: str, tmp_path: Path) -> None:
+    """Nothing is skipped, and no place counts from the end; the error names the file and the line."""
+    told = made_up.told()
+    odd = msgspec.structs.replace(made_up.line(JOB, 0, 0, 1), **ODD[text])
+    lines = [made_up.line(JOB, 0, 0, 0), odd]
+    path = result.path(tmp_path, told.nodes[0])
+    path.write_bytes(b"".join(result.encode(line) + b"\n" for line in lines))
+    with pytest.raises(InputError, match=rf"line 2: '{text}'") as found:
+        seen.read(tmp_path, told)
+    assert found.value.file == str(path)

@@ -106,7 +106,7 @@ def test_what_was_never_written_is_listed() -> None:
     found = verified(lines)
     assert found.wrong == 0
     assert found.missing == [verify.Missing(3, 1, 0, 1), verify.Missing(5, 1, 0, 0)]
-    assert found.first_missing == "step 0, layer 0, rank 5"
+    assert found.finished
 
 
 @pytest.mark.parametrize("data", [b'{"step": 0, "la', b"{}", b'{"step": "a"}'])
