@@ -353,7 +353,9 @@ class BurstArrivals:
     def deliver(self) -> None:
         """Settle everything with its first byte in, hand over everything settled."""
         fabric, now_ps = self._fabric, self._fabric.loop.now_ps
-        ports = [port for port in self._all_ports() if self.due(port, now_ps)]
+        if self._fresh_ps <= now_ps:
+            self._join()
+        ports = [port for port in self._all_ports() if port.bursts_ps <= now_ps]
         if ports:
             self.settle(ports, now_ps)
         for port in self._ports:

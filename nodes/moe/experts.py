@@ -16,6 +16,7 @@ from nodes.model.body import Body
 from nodes.moe.due import Due
 from nodes.moe.exchange import Exchange
 from nodes.moe.layer import Key, Touch, ignore
+from nodes.moe.layout import no_rows
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg
 
@@ -97,13 +98,17 @@ class Experts:
                     await self._serve(key, lot)
 
     async def _serve(self, key: Key, lot: list[tuple[int, Served]]) -> None:
-        read_ps = {served.rank: served.dispatched_ps for _, served in lot}
-        rows = self._exchange.rows(key, read_ps)
-        rows = rows._replace(
-            experts=self._touch("experts", rows.experts),
-            vectors=self._touch("vectors", rows.vectors),
-        )
-        results = self._body.expert(rows.experts, rows.vectors, layer=self._layer_of(key))
+        rows = no_rows(self._body.vector_words)
+        results = np.empty((0, self._body.result_words), dtype=np.uint64)
+        if any(served.rows for _, served in lot):
+            rows = self._exchange.rows(
+                key, {served.rank: served.dispatched_ps for _, served in lot}
+            )
+            rows = rows._replace(
+                experts=self._touch("experts", rows.experts),
+                vectors=self._touch("vectors", rows.vectors),
+            )
+            results = self._body.expert(rows.experts, rows.vectors, layer=self._layer_of(key))
         legs = {served.rank: Leg(served.combine_began_ps, first_ps) for first_ps, served in lot}
         await self._exchange.combine(key, rows, results, legs)
         for _, served in lot:

@@ -197,6 +197,11 @@ def joined(parts: list[TokenRows], vector_words: int) -> TokenRows:
     """All rows of some lots."""
     if parts:
         return TokenRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+    return no_rows(vector_words)
+
+
+def no_rows(vector_words: int) -> TokenRows:
+    """Nothing came."""
     none = np.empty(0, dtype=np.int64)
     empty = np.empty((0, vector_words), dtype=np.uint64)
     return TokenRows(none, none, none, none, none, none, empty)

@@ -114,6 +114,9 @@ def result_writes(
 ) -> tuple[ResultRows, I64, Writes]:
     """As ``token_writes``, for the results [n, words] of rows on their way back. ``stages_ps`` of a
     number of rows: when each may be written, from the first copy on."""
+    if not len(rows.tokens):
+        mine = ResultRows(rows.sources, rows.targets, rows.tokens, rows.k, results)
+        return mine, rows.tokens, NOTHING
     order = result_order(rows)
     sources, targets = rows.sources.take(order), rows.targets.take(order)
     tokens, k = rows.tokens.take(order), rows.k.take(order)

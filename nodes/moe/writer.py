@@ -22,6 +22,7 @@ class Writer:
 
     def __init__(self, context: Context, devices: I64, *, engine: str) -> None:
         self._loop, self._fabric, self._devices = context.loop, context.fabric, devices
+        self._routes: dict[int, Route] = {}
         share = context.machine.engines[engine]
         self._rate_share = (share.rate_num, share.rate_den)
 
@@ -49,9 +50,13 @@ class Writer:
 
     def _any_route(self, source: int) -> Route:
         """Room is the port's, whatever the route."""
-        device = int(self._devices[source])
-        other = int(self._devices[(source + 1) % len(self._devices)])
-        return self._fabric.route(Plane.UB, Operation.WRITE, device, other)
+        route = self._routes.get(source)
+        if route is None:
+            device = int(self._devices[source])
+            other = int(self._devices[(source + 1) % len(self._devices)])
+            route = self._fabric.route(Plane.UB, Operation.WRITE, device, other)
+            self._routes[source] = route
+        return route
 
     def _messages(self, writes: Writes) -> Messages:
         return Messages(

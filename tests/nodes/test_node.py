@@ -70,7 +70,7 @@ async def led(say: Any, decode: Decode) -> None:
     say(messages.StepDone(1, 1, OTHER, (), ""))
     assert await settle() == []
     say(messages.Epoch(3, (OTHER,)))
-    say(messages.StepDone(2, 1, OTHER, ((1, 0),), ""))
+    say(messages.StepDone(2, 1, OTHER, ((1, 0, 100),), ""))
     assert await settle() == []
     say(messages.Hello(5, LEADER, ()))
     say(messages.Epoch(6, (LEADER,)))
