@@ -116,7 +116,7 @@ def result_writes(
     number of rows: when each may be written, from the first copy on."""
     if not len(rows.tokens):
         mine = ResultRows(rows.sources, rows.targets, rows.tokens, rows.k, results)
-        return mine, rows.tokens, NOTHING
+        return mine, rows.tokens, NOTHING._replace(data=layout.pack_results(*mine[2:]))
     order = result_order(rows)
     sources, targets = rows.sources.take(order), rows.targets.take(order)
     tokens, k = rows.tokens.take(order), rows.k.take(order)
