@@ -345,7 +345,9 @@ class BurstArrivals:
         if wanted is not None:
             from cmnet.link import port_kernels as ports
 
-            rows = frame.table[frame.table[:, ports.SEQUENCE] >= 0]
+            rows = frame.table
+            if rows[:, ports.SEQUENCE].min() < 0:  # copies, which are handed to nobody
+                rows = rows[rows[:, ports.SEQUENCE] >= 0]
             if not wanted(frame.head, rows[:, ports.SOURCE], rows[:, ports.TARGET]):
                 return
         self.deliver()
