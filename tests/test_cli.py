@@ -227,7 +227,7 @@ def test_link_prints_measured_and_formula(trace: str) -> None:
     ended = command(
         "link", str(ROOT / "topologies" / "pair.yaml"), "--plane", "ub", *ends, "--bytes", "1MiB",
         "--flows", "3", "--json"
-    )  # fmt: skip
+    )  # fmt: skip  # one line a thing
     assert ended.returncode == 0, ended.stderr
     found = msgspec.json.decode(ended.stdout)
     assert found["difference_ps"] == found["measured_ps"] - found["formula_ps"] == 0

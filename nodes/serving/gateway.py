@@ -38,7 +38,7 @@ class Progress:
 
     __slots__ = ("attempt", "blocks", "blocks_hit", "done", "draft_fold", "early", "first_ps",
                  "instance", "kept", "moved_ps", "rank", "receipt", "request", "seals", "token_ps",
-                 "tokens")  # fmt: skip
+                 "tokens")  # fmt: skip  # one line a thing
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -280,7 +280,7 @@ def test_one_frame_for_each_process_and_slice_of_messages_and_one_of_flags() -> 
         rig.run()
         assert [(peer, header[13]) for peer, header, _, _ in rig.frames] == [
             (1, 8), (1, 8), (2, 8), (2, 8)
-        ]  # fmt: skip
+        ]  # fmt: skip  # one line a thing
         assert len(got) == 36
 
 
@@ -350,7 +350,7 @@ def test_a_delivery_may_lie_ahead_of_its_event_and_is_that_of_the_port() -> None
         rig.run()
         assert [(bundle.flags, len(bundle.sources)) for _, bundle in bundles] == [
             (False, 2), (True, 2)
-        ]  # fmt: skip
+        ]  # fmt: skip  # one line a thing
         now_ps, messages = bundles[0]
         path = rig.fabrics[0].route(Plane.UB, Operation.WRITE, source, target).path
         one_ps = (1 << 20) * 8 * 10**12 // path.rate_bps

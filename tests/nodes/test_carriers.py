@@ -28,7 +28,7 @@ def kept(came: Came) -> Callable[[int, int, bytes, bytes], None]:
 def run(
     folder: Path, sends: Callable[[Context], Awaitable[None]], receives: Callable[[Context], object],
     plan: str = "[]",
-) -> LocalMachine:  # fmt: skip
+) -> LocalMachine:  # fmt: skip  # one line a thing
     """One node sends, another receives; the run ends when the sender has."""
     rules = plans.parse(plan, file="test", machine=local.mini()).rules
     whole = LocalMachine(MINI, folder=folder, rules=rules)

@@ -44,7 +44,7 @@ def test_a_leg_is_served_as_its_messages_one_by_one(
             7,
             paths, targets, sizes, ready_ps, targets % 2, begin, count, 0,
             start_ps + slice_ps + 1, together, out,
-        )  # fmt: skip
+        )  # fmt: skip  # one line a thing
         assert stop > begin
         for row in range(begin, stop):
             target, size = int(targets[row]), int(sizes[row])
@@ -151,7 +151,7 @@ def test_ports_settle_rows_and_single_messages_in_one_order(
         settled = ports.settle(
             now_ps, np.arange(3), order, cursors, ends, table, delivered_ps, states, servers,
             table[others], at, others_ps, next_ps,
-        )  # fmt: skip
+        )  # fmt: skip  # one line a thing
         delivered_ps[others] = others_ps
         for row in due:
             first_ps, last_ps, size, rate_bps = table[row, :4].tolist()

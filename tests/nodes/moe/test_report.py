@@ -43,7 +43,8 @@ def without(*places: tuple[int, int]) -> list[RankLayer]:
 
 
 def row(found: dict[str, Any], table: str, index: int = 0) -> dict[str, Any]:
-    return [each for each in found["rows"] if each["table"] == table][index]  # type: ignore[no-any-return]
+    rows = [each for each in found["rows"] if each["table"] == table]
+    return rows[index]  # type: ignore[no-any-return]  # rows are JSON
 
 
 def test_the_object_has_all_keys_that_programs_rely_on(tmp_path: Path) -> None:

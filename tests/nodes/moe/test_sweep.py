@@ -49,7 +49,7 @@ WHOLE = sweep.build(POINTS, [report(point) for point in POINTS], folder=Path("ru
 
 def row(table: str, key: str, value: int) -> dict[str, Any]:
     (found,) = [each for each in WHOLE["rows"] if each["table"] == table and each[key] == value]
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # rows are JSON
 
 
 def test_each_shape_is_run_once_with_what_was_asked() -> None:

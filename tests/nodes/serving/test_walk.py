@@ -23,7 +23,7 @@ US = PS_PER_S // 10**6
 def one(folder: Path, decoding: Decoding, **more: int) -> Walked:
     """The first node, of a group with the paper's load: 96 sequences per NPU, 4,096 + 128 tokens."""
     given = {"sequences": 48, "kv_tokens": 4224} | more
-    return walked.walk(decoding, folder, **given)[DECODE[0]]  # type: ignore[arg-type]
+    return walked.walk(decoding, folder, **given)[DECODE[0]]  # type: ignore[arg-type]  # options by name
 
 
 @pytest.mark.slow
