@@ -23,23 +23,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cmnet import burst_frames
+from cmnet.burst_frames import COLUMNS, SEQUENCE_MAX
 from cmnet.errors import CorruptError, FrameError
 from cmnet.messages import Arrival, IngressPort, Payload, Repeat
 from cmnet.topology.machine import Plane
 from cmnet.units import NEVER_PS
-from cmnet.wire import frames
 
 if TYPE_CHECKING:
     from cmnet.fabric import Fabric
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
-
-COLUMNS = 7
-"""Of a row: see ``link.port_kernels``."""
-ROW_BYTES = 8 * COLUMNS
-SEQUENCE_MAX = (1 << 63) - 1
-"""The bit above it says that a row is a copy, which takes its time and is handed to nobody."""
 
 
 class Bundle(NamedTuple):
@@ -72,12 +67,16 @@ Handler = Callable[[Arrival], None] | Callable[[Bundle], None]
 """Of a kind: its messages are sent one by one, or in bursts."""
 
 
+_NOT_YET = np.empty(0, np.int64)
+_NO_STATES = np.empty(0, np.uint8)
+
+
 class Arriving:
-    """A frame's rows on their way here."""
+    """A frame's messages on their way here, or its flags."""
 
     __slots__ = (
         "at_ps",
-        "table",
+        "copies",
         "data",
         "delivered_ps",
         "flags",
@@ -86,37 +85,30 @@ class Arriving:
         "sequence",
         "source",
         "states",
+        "table",
         "window",
     )
 
     def __init__(
-        self,
-        kind: int,
-        flags: bool,
-        head: bytes,
-        window: int,
-        source: int,
-        sequence: int,
-        at_ps: int,
-        table: I64,
-        data: U8,  # made in two places, by position
+        self, kind: int, flags: bool, head: bytes, window: int, table: I64, data: U8
     ) -> None:
         self.kind = kind
         self.flags = flags
         self.head = head
         self.window = window
-        self.source = source
-        self.sequence = sequence
+        self.source, _, sequence = table[0, 4:].tolist()
+        self.sequence = sequence & SEQUENCE_MAX
         """Of the first row, as ``source`` is."""
-        self.at_ps = at_ps
+        self.at_ps = NEVER_PS
         """The event, if these are flags."""
+        self.copies = False
+        """Some of these flags are copies."""
         self.table = table
         """[n, 7]"""
         self.data = data
         """[n, width]"""
-        count = len(table)
-        self.delivered_ps = np.empty(count, np.int64)
-        self.states = np.zeros(count, np.uint8)
+        self.delivered_ps, self.states = _NOT_YET, _NO_STATES
+        """[n], once they are in the table of all"""
 
     def bundle_of(self) -> tuple[bool, int, bytes, int]:
         """What the rows of a bundle have in common."""
@@ -146,6 +138,8 @@ class BurstArrivals:
         """By kind; without, every frame of flags is wanted."""
         self.repeats: dict[int, Repeat] = {}
         """How the data of messages of a kind is carried, the same in all processes; once, if not said."""
+        self._found = np.empty(4, np.int64)
+        """What ``look`` found."""
         self._forget_all()
 
     def repeat_of(self, kind: int, width: int) -> Repeat:
@@ -204,44 +198,34 @@ class BurstArrivals:
     # --- frames -----------------------------------------------------------------------------------
 
     def receive(self, header: tuple[int, ...], body: bytes, payload: Payload) -> None:
-        """A frame of another process was read. Raises FrameError at one that no process of ours writes,
-        CorruptError at data whose copies differ (``once``)."""
+        """A frame was read, or written to ourselves. Raises FrameError at one that no process of ours
+        writes, CorruptError at data whose copies differ (``once``)."""
         from cmnet.link import port_kernels as ports
 
-        kind, flags, window, source, sequence = header[3], header[5], *header[6:8], header[9]
-        count, fabric = header[13], self._fabric
-        width, rest = divmod(len(payload), count) if count else (0, 1)
-        width -= ROW_BYTES
-        if rest or width < 0 or header[4] != Plane.UB:
-            raise FrameError(f"a bundle of {count} messages in {len(payload)} bytes")
-        table = np.frombuffer(payload, np.int64, count * COLUMNS).reshape(count, COLUMNS)
-        data = np.frombuffer(payload, np.uint8, offset=count * ROW_BYTES).reshape(count, width)
-        wrong = ports.first_wrong(
+        kind, window, fabric = header[3], header[6], self._fabric
+        messages, table, data, flag_data = burst_frames.read(header, payload)
+        wrong = ports.look(
             table,
+            messages,
             fabric.ran_to_ps,
             self.first_device,
             self._devices,
             len(fabric.machine.devices),
+            self._found,
         )
         if wrong >= 0:
             raise FrameError(f"a bundle with a message that nobody sends: {table[wrong]}")
-        is_flags = not flags & frames.FLAG_QUIET
-        if not is_flags:
-            table, data = self.once(kind, table, data)
-        at_ps = int(table[:, ports.FIRST].max())
-        self.add(Arriving(kind, is_flags, body, window, source, sequence, at_ps, table, data))
-
-    def add(self, arriving: Arriving) -> None:
-        """A frame's rows are on their way."""
-        self._fresh.append(arriving)
-        self._fresh_ps = min(self._fresh_ps, int(arriving.table[:, 0].min()))
-        if arriving.flags:
-            self._fabric.loop.agenda.add_delivery(
-                arriving.at_ps,
-                arriving.source,
-                arriving.sequence,
-                self._fabric.deliver_flags,
-                arriving,
+        first_ps, first_flag_ps, at_ps, copies = self._found.tolist()
+        self._fresh_ps = min(self._fresh_ps, first_ps, first_flag_ps)
+        if messages:
+            rows, data = self.once(kind, table[:messages], data)
+            self._fresh.append(Arriving(kind, False, body, window, rows, data))
+        if messages < len(table):
+            flags = Arriving(kind, True, body, window, table[messages:], flag_data)
+            flags.at_ps, flags.copies = at_ps, copies > 0
+            self._fresh.append(flags)
+            fabric.loop.agenda.add_delivery(
+                at_ps, flags.source, flags.sequence, fabric.deliver_flags, flags
             )
 
     def discard(self, unwanted: Callable[[Arriving], bool]) -> None:
@@ -268,6 +252,9 @@ class BurstArrivals:
         from cmnet.link import port_kernels as ports
 
         kept = [one for one in self._frames if one.states.min() != ports.HANDED]
+        for one in self._fresh:
+            one.delivered_ps = np.empty(len(one.table), np.int64)
+            one.states = np.zeros(len(one.table), np.uint8)
         joined = self._frames = sorted([*kept, *self._fresh], key=Arriving.order)
         self._fresh, self._fresh_ps = [], NEVER_PS
         if not joined:
@@ -346,7 +333,7 @@ class BurstArrivals:
             from cmnet.link import port_kernels as ports
 
             rows = frame.table
-            if rows[:, ports.SEQUENCE].min() < 0:  # copies, which are handed to nobody
+            if frame.copies:  # which are handed to nobody
                 rows = rows[rows[:, ports.SEQUENCE] >= 0]
             if not wanted(frame.head, rows[:, ports.SOURCE], rows[:, ports.TARGET]):
                 return

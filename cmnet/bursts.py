@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cmnet.burst_arrivals import ROW_BYTES, SEQUENCE_MAX, Arriving
+from cmnet import burst_frames
+from cmnet.burst_frames import SEQUENCE_MAX
 from cmnet.link.rules import Outcome
 from cmnet.messages import EgressPort, Route
 from cmnet.topology.machine import Operation, Plane
-from cmnet.units import NEVER_PS
-from cmnet.wire import frames
 
 if TYPE_CHECKING:
     from cmnet.fabric import Fabric
@@ -46,10 +45,6 @@ Lost = Callable[[I64], None]
 COPY = -SEQUENCE_MAX - 1
 """In the sequence of a row that doubles another (the top bit): it takes its time at the ingress and is
 handed to nobody, since the link layer refuses it."""
-
-SLICE_MESSAGES_MAX = 8192
-SLICE_DATA_BYTES_MAX = 1 << 27
-"""Of one frame; what does not fit goes in a second one."""
 
 
 class Messages(NamedTuple):
@@ -389,99 +384,8 @@ def _delay_ps(
     return delay_ps
 
 
-# --- frames ---------------------------------------------------------------------------------------
-
-
 def flush(burst: Burst) -> None:
-    """All ports had their turn at this instant: write what left, a frame for each process of
-    messages, one of flags, and one of flags for each delay by rules, lest those set the event of all."""
-    from cmnet.link import port_kernels as ports
-
+    """All ports had their turn at this instant: write what left."""
     pieces, burst.pieces = burst.pieces, []
-    groups = 2 * len(burst.fabric.machine.processes) * len(burst.delays)
+    burst_frames.write(burst, pieces)
     burst.delays = {0: 0}
-    counts = np.zeros(groups, np.int64)
-    for rows, count in pieces:
-        counts += np.bincount(rows[:count, ports.GROUP], minlength=groups)
-    data, flag_data = [messages.data for messages in burst.tables]
-    repeat = burst.fabric.arriving.repeat_of(burst.kind, data.shape[1])
-    widths = [repeat.carried_bytes, flag_data.shape[1]]
-    frame_of, filled, of_groups, size = _plan_frames(counts, widths)
-    words = np.empty(size // 8, np.int64)
-    octets = words.view(np.uint8)
-    parts = np.array(repeat, np.int64)
-    for rows, count in pieces:
-        ports.fill_frames(
-            rows, count, burst.index, data, flag_data, parts, frame_of, filled, words, octets
-        )
-    for group, frame in zip(of_groups, filled.tolist()):
-        begin, count, width = frame[:3]
-        payload = octets[begin : begin + count * (ROW_BYTES + width)]
-        _emit(burst, group, payload, frame)
-
-
-def _plan_frames(counts: I64, widths: list[int]) -> tuple[I64, I64, list[int], int]:
-    """Where each group's frames lie in one buffer: (first frame by group, frames as ``fill_frames``
-    takes them, their groups, bytes of the buffer)."""
-    frame_of = np.zeros(len(counts), np.int64)
-    planned: list[list[int]] = []
-    of_groups: list[int] = []
-    begin = 0
-    for group in np.flatnonzero(counts).tolist():
-        frame_of[group] = len(planned)
-        width, left = widths[group & 1], int(counts[group])
-        rows_max = max(min(SLICE_MESSAGES_MAX, SLICE_DATA_BYTES_MAX // max(width, 1)), 1)
-        while left:
-            count = min(left, rows_max)
-            planned.append([begin, count, width, 0, NEVER_PS, 0, 0])
-            of_groups.append(group)
-            begin += -(-count * (ROW_BYTES + width) // 8) * 8
-            left -= count
-    return frame_of, np.array(planned), of_groups, begin
-
-
-def _emit(burst: Burst, group: int, payload: U8, frame: list[int]) -> None:
-    """One frame, filled."""
-    from cmnet.link import port_kernels as ports
-
-    _, count, width, _, first_ps, at_ps, charged_bytes = frame
-    fabric, head, is_flags = burst.fabric, burst.head, bool(group & 1)
-    peer = (group >> 1) % len(fabric.machine.processes)
-    if peer == fabric.process:
-        payload = payload.copy()  # lest it keep the buffer of all frames
-    table = payload[: count * ROW_BYTES].view(np.int64).reshape(count, ports.COLUMNS)
-    statistics = fabric.statistics_of[Plane.UB]
-    statistics.frames += count
-    statistics.charged_bytes += charged_bytes
-    statistics.carried_bytes += len(head) + len(payload)
-    window = fabric.window
-    source, target, sequence = table[0, ports.SOURCE :].tolist()
-    sequence &= SEQUENCE_MAX
-    if peer == fabric.process:
-        statistics.frames_in_node += count
-        data = payload[count * ROW_BYTES :].reshape(count, width)
-        if not is_flags:
-            table, data = fabric.arriving.once(burst.kind, table, data)
-        fabric.arriving.add(
-            Arriving(burst.kind, is_flags, head, window, source, sequence, at_ps, table, data)
-        )
-        return
-    statistics.bundles += 1
-    header = frames.HEADER.pack(
-        len(head),
-        len(payload),
-        frames.MAGIC,
-        burst.kind,
-        Plane.UB,
-        frames.FLAG_BUNDLE if is_flags else frames.FLAG_BUNDLE | frames.FLAG_QUIET,
-        window,
-        source,
-        target,
-        sequence,
-        first_ps,
-        at_ps,
-        charged_bytes,
-        count,
-    )
-    fabric.count_send(peer, at_ps if is_flags else NEVER_PS)
-    fabric.carry(peer, Plane.UB, header, head, payload.data)

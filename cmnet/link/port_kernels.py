@@ -27,8 +27,9 @@ rate (bit/s), devices, sequence (negative, its top bit set, for a copy)."""
 ROW, GROUP = 7, 8
 """Further table at the egress: the message's place in its burst, and the frame that it goes in."""
 COLUMNS = 7
-BEGIN, COUNT, WIDTH, FILLED, LEAST, GREATEST, TOTAL = range(7)
-"""Of a frame that is filled, see ``fill_frames``."""
+BEGIN, DATA, COUNT, WIDTH, FILLED, LEAST, GREATEST, TOTAL, FIRST_SOURCE = range(9)
+"""Of a part of a frame that is filled, see ``fill_frames``; then its first row's target and sequence."""
+PART_COLUMNS = 11
 
 LIMIT = 1 << 49
 """Bits of one message and bits per second are below it."""
@@ -237,11 +238,22 @@ def serve_legs(
     return 1
 
 
-@_kernel(I64, READ_TABLE, I64, I64, I64, I64)
-def first_wrong(table: Any, ran_to_ps: int, first_device: int, devices: int, sources: int) -> Any:
+@_kernel(I64, READ_TABLE, I64, I64, I64, I64, I64, LINE)
+def look(
+    table: Any,
+    messages: int,
+    ran_to_ps: int,
+    first_device: int,
+    devices: int,
+    sources: int,
+    found: Any,
+) -> Any:
     """The first row that no sender of ours makes, -1 if there is none: a target that is not here, a
     source that is nowhere, a size or rate beyond ``LIMIT`` or ``SECONDS_MAX``, a first byte before
-    ``ran_to_ps``."""
+    ``ran_to_ps``. Of the rows, so many are messages and the others flags; ``found`` [4] gets the least
+    first byte of each, the greatest of flags, and how many flags are copies."""
+    found[0] = found[1] = NEVER_PS
+    found[2] = found[3] = 0
     for row in range(len(table)):
         target, source = table[row, TARGET] - first_device, table[row, SOURCE]
         bits, rate_bps = table[row, CHARGED] * 8, table[row, RATE]
@@ -249,8 +261,15 @@ def first_wrong(table: Any, ran_to_ps: int, first_device: int, devices: int, sou
             return row
         if not (0 <= bits < LIMIT and bits >> SECONDS_BITS < rate_bps < LIMIT):
             return row
-        if table[row, FIRST] < ran_to_ps or table[row, LAST] < table[row, FIRST]:
+        first_ps = table[row, FIRST]
+        if first_ps < ran_to_ps or table[row, LAST] < first_ps:
             return row
+        if row < messages:
+            found[0] = min(found[0], first_ps)
+        else:
+            found[1], found[2] = min(found[1], first_ps), max(found[2], first_ps)
+            if table[row, SEQUENCE] < 0:
+                found[3] += 1
     return -1
 
 
@@ -378,29 +397,33 @@ def fill_frames(
     data: Any,
     flag_data: Any,
     repeat: Any,
-    frame_of: Any,
+    part_of: Any,
     frames: Any,
     words: Any,
     octets: Any,
 ) -> None:
     """Put the first ``count`` of an egress's rows and their data where their frames are in a buffer.
 
-    ``words`` and ``octets`` are the buffer; ``frames`` [m, 7] says where each begins in it, and how
-    many rows of which width it takes; then how many it has, and of those the least and the greatest
-    first byte and the sum of charged bytes. A frame has its rows, then their data.
-    ``frame_of`` is the first frame of each group that is not full; the next one follows. ``index``
-    says where a row of the burst has its data in ``data``, or ``flag_data`` if its group is odd.
-    ``repeat`` [5] says how often parts of ``data`` are carried, as ``messages.Repeat`` does.
+    ``words`` and ``octets`` are the buffer; ``frames`` [m, 11] says of each part of a frame, its
+    messages or its flags, where its rows and where their data begin, and how many rows of which width
+    it takes; then how many it has, and of those the least and the greatest first byte, the sum of
+    charged bytes, and source, target and sequence of the first. ``part_of`` is the first part of each
+    group that is not full; the next one follows. ``index`` says where a row of the burst has its data
+    in ``data``, or ``flag_data`` if its group is odd. ``repeat`` [5] says how often parts of ``data``
+    are carried, as ``messages.Repeat`` does.
     """
     lead, body, copies = np.uint64(repeat[0]), np.uint64(repeat[1]), np.uint64(repeat[2])
     tail, tail_copies = np.uint64(repeat[3]), np.uint64(repeat[4])
     for at in range(count):
         group = rows[at, GROUP]
-        frame = frame_of[group]
+        frame = part_of[group]
         if frames[frame, FILLED] == frames[frame, COUNT]:
             frame += 1
-            frame_of[group] = frame
-        amount, place, width = frames[frame, COUNT], frames[frame, FILLED], frames[frame, WIDTH]
+            part_of[group] = frame
+        place, width = frames[frame, FILLED], frames[frame, WIDTH]
+        if place == 0:
+            for column in range(3):
+                frames[frame, FIRST_SOURCE + column] = rows[at, SOURCE + column]
         frames[frame, FILLED] = place + 1
         word = (frames[frame, BEGIN] >> 3) + place * COLUMNS
         for column in range(COLUMNS):
@@ -408,7 +431,7 @@ def fill_frames(
         frames[frame, LEAST] = min(frames[frame, LEAST], rows[at, FIRST])
         frames[frame, GREATEST] = max(frames[frame, GREATEST], rows[at, FIRST])
         frames[frame, TOTAL] += rows[at, CHARGED]
-        begin = np.uint64(frames[frame, BEGIN] + 8 * COLUMNS * amount + place * width)
+        begin = np.uint64(frames[frame, DATA] + place * width)
         row = np.uint64(index[rows[at, ROW]])  # unsigned: eight times as fast, as no index wraps
         if group & 1:
             for octet in range(np.uint64(width)):

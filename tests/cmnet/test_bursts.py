@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cmnet import bursts
-from cmnet.burst_arrivals import ROW_BYTES, Bundle
+from cmnet import burst_frames, bursts
+from cmnet.burst_arrivals import Bundle
+from cmnet.burst_frames import ROW_BYTES
 from cmnet.bursts import Messages
 from cmnet.errors import CausalityError, CorruptError, FrameError, InputError
 from cmnet.link import effects, port_kernels
@@ -22,6 +23,7 @@ from cmnet.link.rules import Rule
 from cmnet.messages import Arrival, Payload, Repeat
 from cmnet.topology.machine import Operation, Plane
 from cmnet.units import NEVER_PS
+from cmnet.wire import frames
 from cmnet.wire.frames import FLAG_COPY
 from tests.rig import Rig, machine
 
@@ -264,7 +266,7 @@ def test_the_rules_of_the_first_test_act() -> None:
 # --- events and frames ----------------------------------------------------------------------------
 
 
-def test_one_frame_for_each_process_and_slice_of_messages_and_one_of_flags() -> None:
+def test_one_frame_for_each_process_and_slice() -> None:
     """However many sources a burst has; none within the process."""
     with Rig("mini") as rig:
         got: Got = []
@@ -278,9 +280,12 @@ def test_one_frame_for_each_process_and_slice_of_messages_and_one_of_flags() -> 
         )
         rig.fabrics[0].send_burst(kind=KIND, head=b"head", messages=messages, flags=flags)
         rig.run()
-        assert [(peer, header[13]) for peer, header, _, _ in rig.frames] == [
-            (1, 8), (1, 8), (2, 8), (2, 8)
-        ]  # fmt: skip  # one line a thing
+        assert [
+            (peer, burst_frames.counts_of(header)[:2]) for peer, header, _, _ in rig.frames
+        ] == [
+            (1, (8, 8)),
+            (2, (8, 8)),
+        ]
         assert len(got) == 36
 
 
@@ -303,8 +308,9 @@ def test_idle_ports_have_their_slices_at_the_same_instants() -> None:
             flags=flags_to(dies[0], [target], 63_000_000),
         )
         rig.run()
-        counts = [header[13] for _, header, _, _ in rig.frames]
-        assert counts == [2 * len(dies), *[len(dies)] * 6, 1]
+        counts = [burst_frames.counts_of(header)[:2] for _, header, _, _ in rig.frames]
+        n = len(dies)
+        assert counts == [(2 * n, 0), *[(n, 0)] * 5, (n, 1)]
 
 
 def test_the_sender_reports_when_the_last_flag_of_a_frame_begins_and_nothing_of_messages() -> None:
@@ -325,7 +331,7 @@ def test_the_sender_reports_when_the_last_flag_of_a_frame_begins_and_nothing_of_
         path = fabric.route(Plane.UB, Operation.WRITE, source, targets[1]).path
         sends = fabric.take_sends()
         at_ps = rig.loop.next_at_ps()
-        assert sends == [(1, 2, at_ps), (2, 1, NEVER_PS)]
+        assert sends == [(1, 1, at_ps), (2, 1, NEVER_PS)]
         port = fabric.route(Plane.UB, Operation.WRITE, source, targets[1]).egress
         flag_ps = -(-FLAG_BYTES * 8 * 10**12 // path.rate_bps)
         assert abs(port.server.free_ps + path.propagation_ps - flag_ps - at_ps) <= 1
@@ -460,15 +466,16 @@ def test_an_engines_share_is_a_rate() -> None:
 
 
 def test_a_frame_that_would_be_too_large_is_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bursts, "SLICE_MESSAGES_MAX", 5)
-    monkeypatch.setattr(bursts, "SLICE_DATA_BYTES_MAX", 24)
+    monkeypatch.setattr(burst_frames, "MESSAGES_MAX", 5)
+    monkeypatch.setattr(burst_frames, "DATA_BYTES_MAX", 24)
     with Rig("pair") as rig:
         got: Got = []
         collect(rig, got)
         source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
         post_burst(rig, Post(0, source, [(target, 7680, 0)] * 8))
         rig.run()
-        assert [header[13] for _, header, _, _ in rig.frames] == [3, 3, 2, 1]
+        counts = [burst_frames.counts_of(header)[:2] for _, header, _, _ in rig.frames]
+        assert counts == [(3, 0), (3, 0), (2, 1)]
         assert [data[6:] for _, _, data, _ in got if data] == [bytes([n, 0]) for n in range(8)]
 
 
@@ -641,16 +648,19 @@ def test_bytes_that_are_no_bundle_are_refused() -> None:
         rig.run()
         _, header, body, payload = rig.frames[0]
         receive = rig.fabrics[1].receive
-        for count in (0, 3, 1 << 40):
+        messages, flags, width = burst_frames.counts_of(header)
+        for wrong in ((0, 0, width), (messages + 1, flags, width), (messages, flags, width + 1)):
+            counts = wrong[0] | wrong[1] << 16 | wrong[2] << 32
             with pytest.raises(FrameError):
-                receive((*header[:13], count), body, payload)
+                receive((*header[:13], counts), body, payload)
         with pytest.raises(FrameError):
             receive(header, body, payload + b"!")
         for column, value in ((1, 0), (2, -1), (2, 1 << 60), (3, 0), (4, 1 << 20), (5, source)):
-            rows = np.frombuffer(payload[: 2 * ROW_BYTES], np.int64).reshape(2, 7).copy()
-            rows[1, column] = value
-            with pytest.raises(FrameError):
-                receive(header, body, rows.tobytes() + payload[2 * ROW_BYTES :])
+            for row in range(messages + flags):
+                rows = np.frombuffer(payload[: 3 * ROW_BYTES], np.int64).reshape(3, 7).copy()
+                rows[row, column] = value
+                with pytest.raises(FrameError):
+                    receive(header, body, rows.tobytes() + payload[3 * ROW_BYTES :])
         rig.fabrics[1].ran_to_ps = rig.loop.now_ps + 1
         with pytest.raises(CausalityError):
             receive(header, body, payload)
@@ -727,8 +737,9 @@ def test_every_carried_byte_is_compared(octet: int) -> None:
 
         def broken(peer: int, plane: int, head: bytes, body: bytes, payload: Payload) -> None:
             changed = bytearray(payload)
-            if len(changed) == ROW_BYTES + THRICE.carried_bytes:
-                changed[ROW_BYTES + octet] ^= 1
+            messages, flags, _ = burst_frames.counts_of(frames.HEADER.unpack(head))
+            if messages:
+                changed[(messages + flags) * ROW_BYTES + octet] ^= 1
             carry(peer, plane, head, body, changed)
 
         rig.fabrics[0].carry = broken

@@ -68,7 +68,7 @@ def test_what_int64_cannot_hold_is_refused(size: int, rate_bps: int) -> None:
     state = kernel_state(Server())
     assert ports.serve_leg(7, paths, zero, one, zero, zero, 0, 1, 0, 1, state, out) == ~0
     row = np.array([[0, 9, size, rate_bps, 1, 0, 1]])
-    assert ports.first_wrong(row, 0, 0, 1, 2) == 0
+    assert ports.look(row, 1, 0, 0, 1, 2, np.zeros(4, np.int64)) == 0
 
 
 @st.composite

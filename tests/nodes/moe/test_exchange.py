@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cmnet import entropy, testing
-from cmnet.burst_arrivals import ROW_BYTES
+from cmnet import burst_frames, entropy, testing
 from cmnet.errors import CorruptError
 from cmnet.link import effects
 from cmnet.link.reach import Ends, Where
@@ -99,9 +98,10 @@ def flip(monkeypatch: pytest.MonkeyPatch, *, byte: int, bit: int) -> list[int]:
         local: testing.LocalMachine, peer: int, plane: int, head: bytes, body: bytes, payload: Any
     ) -> None:
         header, data = frames.HEADER.unpack(head), bytearray(payload)
-        flags, count = header[5], header[13]
-        if not done and flags & frames.FLAG_BUNDLE and flags & frames.FLAG_QUIET:
-            data[byte if byte < 0 else count * ROW_BYTES + byte] ^= 1 << bit
+        if not done and header[5] & frames.FLAG_BUNDLE and burst_frames.counts_of(header)[0]:
+            messages, flags, width = burst_frames.counts_of(header)
+            rows_bytes = (messages + flags) * burst_frames.ROW_BYTES
+            data[byte - flags * width if byte < 0 else rows_bytes + byte] ^= 1 << bit
             done.append(peer)
         carry(local, peer, plane, head, body, bytes(data))
 
