@@ -60,6 +60,9 @@ class Bundle(NamedTuple):
     """[n, width] the handler's own"""
 
 
+Silence = Callable[[bytes], int]
+"""How long after the event of a frame of flags with this head nothing leaves its process because of it
+(``vtime.agenda``), in ps: what the operator that waits for them takes at least. The same in all processes."""
 Wanted = Callable[[bytes, I64, I64], bool]
 """(head, sources [n], targets [n]) of a frame of flags whose event has come: whether to hand over now. Who
 waits for the flags of many hands over with the last of them only; delivery is the same."""
@@ -136,11 +139,18 @@ class BurstArrivals:
         """Rows that are settled and not handed over."""
         self.wanted: dict[int, Wanted] = {}
         """By kind; without, every frame of flags is wanted."""
+        self.silences: dict[int, Silence] = {}
+        """By kind; without, something may leave at once."""
         self.repeats: dict[int, Repeat] = {}
         """How the data of messages of a kind is carried, the same in all processes; once, if not said."""
         self._found = np.empty(4, np.int64)
         """What ``look`` found."""
         self._forget_all()
+
+    def silence_ps(self, kind: int, head: bytes) -> int:
+        """After flags of this kind and head."""
+        silence = self.silences.get(kind)
+        return 0 if silence is None else silence(head)
 
     def repeat_of(self, kind: int, width: int) -> Repeat:
         """How data of this width is carried."""
@@ -224,8 +234,9 @@ class BurstArrivals:
             flags = Arriving(kind, True, body, window, table[messages:], flag_data)
             flags.at_ps, flags.copies = at_ps, copies > 0
             self._fresh.append(flags)
+            silence_ps = self.silence_ps(kind, body)
             fabric.loop.agenda.add_delivery(
-                at_ps, flags.source, flags.sequence, fabric.deliver_flags, flags
+                at_ps, flags.source, flags.sequence, fabric.deliver_flags, flags, silence_ps
             )
 
     def discard(self, unwanted: Callable[[Arriving], bool]) -> None:

@@ -70,9 +70,11 @@ def write(burst: Burst, pieces: list[Piece]) -> None:
             rows, count, burst.index, data, flag_data, copies, part_of, parts, words, octets
         )
     filled = parts.tolist()
+    silence_ps = burst.fabric.arriving.silence_ps(burst.kind, burst.head)
     for frame in planned:
         last = frame.part + (frame.messages > 0) + (frame.flags > 0)
-        _send(burst, frame, octets[frame.begin : frame.end], filled[frame.part : last])
+        payload = octets[frame.begin : frame.end]
+        _send(burst, frame, payload, filled[frame.part : last], silence_ps)
 
 
 def _plan(counts: I64, widths: tuple[int, int]) -> tuple[list[_Frame], I64, I64, int]:
@@ -101,8 +103,10 @@ def _plan(counts: I64, widths: tuple[int, int]) -> tuple[list[_Frame], I64, I64,
     return planned, np.array(parts, np.int64).reshape(len(parts), 11), part_of, size
 
 
-def _send(burst: Burst, frame: _Frame, payload: U8, parts: list[list[int]]) -> None:
-    """One frame, its parts filled."""
+def _send(
+    burst: Burst, frame: _Frame, payload: U8, parts: list[list[int]], silence_ps: int
+) -> None:
+    """One frame, its parts filled; ``silence_ps`` of the event that its flags are."""
     fabric, head = burst.fabric, burst.head
     peer = frame.pair % len(fabric.machine.processes)
     charged_bytes = sum([part[7] for part in parts])
@@ -135,7 +139,10 @@ def _send(burst: Burst, frame: _Frame, payload: U8, parts: list[list[int]]) -> N
         )  # lest it keep the buffer of all frames
         return
     statistics.bundles += 1
-    fabric.count_send(peer, at_ps if frame.flags else NEVER_PS)
+    if frame.flags:
+        fabric.count_send(peer, at_ps, at_ps + silence_ps)
+    else:
+        fabric.count_send(peer, NEVER_PS, NEVER_PS)
     fabric.carry(peer, Plane.UB, frames.HEADER.pack(*header), head, payload.data)
 
 

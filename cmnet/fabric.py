@@ -36,6 +36,7 @@ from cmnet.messages import (
 from cmnet.record.digest import Digest
 from cmnet.topology.machine import Machine, Operation, Plane
 from cmnet.units import NEVER_PS, format_ps
+from cmnet.vtime.horizon import Send
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
 
@@ -67,7 +68,7 @@ class Fabric:
         self.rules = rules
         self.window = 0
         self.ran_to_ps = 0
-        self.sends: dict[int, list[int]] = {}
+        self.sends: dict[int, tuple[int, int, int]] = {}
         self.statistics_of = [PlaneStatistics() for _ in Plane]
         self.carry = carry
         self._handlers: dict[int, Callable[[Any], None]] = {}
@@ -362,24 +363,25 @@ class Fabric:
             statistics.frames_in_node += 1
             self._accept(Arrival(header, body, payload))
             return
-        self.count_send(peer, NEVER_PS if flags & frames.FLAG_QUIET else last_ps)
+        at_ps = NEVER_PS if flags & frames.FLAG_QUIET else last_ps
+        self.count_send(peer, at_ps, at_ps)
         self.carry(peer, plane, frames.HEADER.pack(*header), body, payload)
 
-    def count_send(self, peer: int, at_ps: int) -> None:
-        """A frame leaves for another process, where nothing comes of it before ``at_ps``."""
-        sends = self.sends.get(peer)
-        if sends is None:
-            self.sends[peer] = [1, at_ps]
-        else:
-            sends[0] += 1
-            if at_ps < sends[1]:
-                sends[1] = at_ps
+    def count_send(self, peer: int, at_ps: int, reaction_ps: int) -> None:
+        """A frame leaves for another process, where nothing comes of it before ``at_ps`` and nothing
+        leaves because of it before ``reaction_ps``."""
+        frames_count, earliest_ps, earliest_reaction_ps = self.sends.get(peer, _NO_SENDS)
+        self.sends[peer] = (
+            frames_count + 1,
+            min(earliest_ps, at_ps),
+            min(earliest_reaction_ps, reaction_ps),
+        )
 
-    def take_sends(self) -> list[tuple[int, int, int]]:
-        """What left for other processes since the last call: (peer, frames, earliest delivery)."""
+    def take_sends(self) -> list[Send]:
+        """What left for other processes since the last call."""
         sends = [(peer, *counts) for peer, counts in self.sends.items()]
         self.sends = {}
-        return sends  # type: ignore[return-value]  # mypy does not see that counts are two
+        return sends
 
     # --- ingress ----------------------------------------------------------------------------------
 
@@ -494,3 +496,4 @@ class Fabric:
 
 
 _PLANES_COUNT = len(Plane)
+_NO_SENDS = (0, NEVER_PS, NEVER_PS)

@@ -348,6 +348,7 @@ class Agent:
         report = control.Report(
             self._gate.window,
             self.loop.next_at_ps(),
+            self.loop.reaction_ps(),
             self.finished_at_ps,
             self.marked_at_ps,
             self.outstanding,

@@ -1,8 +1,10 @@
 """The ordered heap of a node's events: one total order, written once (design 1.4).
 
 Owns the order ``(at_ps, kind, source, sequence)``. Does not own the clock or what an event does. An
-event is a tuple of those four integers, then a callable and its one argument; the four integers are
-unique together, so the callable is never compared.
+event is a tuple of those four integers, then a callable and its one argument, then its *silence*; the
+four integers are unique together, so the callable is never compared. The silence is a promise of who
+added the event: for so many picoseconds more nothing leaves this process because of it, nor is anything
+else known of it elsewhere. The windows of all processes are the wider for it (``horizon``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from cmnet.units import NEVER_PS
 DELIVERY, PORT, TIMER, CALLBACK = range(4)
 """Kinds in the order in which they run at one instant; ready callbacks (3) live in the loop's deque."""
 
-Event = tuple[int, int, int, int, Callable[[Any], None], Any]
+Event = tuple[int, int, int, int, Callable[[Any], None], Any, int]
 
 
 class Agenda:
@@ -30,24 +32,44 @@ class Agenda:
         self._created = 0
 
     def add_delivery(
-        self, at_ps: int, source: int, sequence: int, run: Callable[[Any], None], item: Any
+        self,
+        at_ps: int,
+        source: int,
+        sequence: int,
+        run: Callable[[Any], None],
+        item: Any,
+        silence_ps: int = 0,
     ) -> None:
         """A message of a source device; (source, sequence) never repeats in this agenda."""
-        heapq.heappush(self.heap, (at_ps, DELIVERY, source, sequence, run, item))
+        heapq.heappush(self.heap, (at_ps, DELIVERY, source, sequence, run, item, silence_ps))
 
     def add_port(self, at_ps: int, port: int, run: Callable[[Any], None], item: Any) -> None:
         """An egress start; ties of one port run in order of creation."""
         self._created += 1
-        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item))
+        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item, 0))
 
-    def add_timer(self, at_ps: int, run: Callable[[Any], None], item: Any) -> None:
+    def add_timer(
+        self, at_ps: int, run: Callable[[Any], None], item: Any, silence_ps: int = 0
+    ) -> None:
         """A timer; ties run in order of creation."""
         self._created += 1
-        heapq.heappush(self.heap, (at_ps, TIMER, 0, self._created, run, item))
+        heapq.heappush(self.heap, (at_ps, TIMER, 0, self._created, run, item, silence_ps))
 
     def next_at_ps(self) -> int:
         """The instant of the least event, NEVER_PS if there is none."""
         return self.heap[0][0] if self.heap else NEVER_PS
+
+    def reaction_ps(self) -> int:
+        """The earliest instant at which something may leave because of an event; NEVER_PS if there is
+        none."""
+        heap, least_ps, places = self.heap, NEVER_PS, [0]
+        for place in places:  # which grows: of an event with silence, the two after it in the heap
+            if place < len(heap) and heap[place][0] < least_ps:
+                silence_ps = heap[place][6]
+                least_ps = min(least_ps, heap[place][0] + silence_ps)
+                if silence_ps:
+                    places += (2 * place + 1, 2 * place + 2)
+        return least_ps
 
     def take_instant(self, instant: deque[Event]) -> None:
         """Move all events of the least instant, in order, to the end of ``instant``.

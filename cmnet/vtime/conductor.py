@@ -174,7 +174,7 @@ class Conductor:
         state.marked_at_ps = report.marked_at_ps
         state.finished_at_ps = report.finished_at_ps
         horizon = self.horizon
-        horizon.report(process, report.window, report.next_at_ps, report.sends)
+        horizon.report(process, report.window, report.next_at_ps, report.reaction_ps, report.sends)
         if horizon.closed:
             self._advance()
 

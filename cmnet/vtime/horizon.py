@@ -1,9 +1,11 @@
 """What the conductor decides: reports in, grants out (design 1.3). Pure.
 
 Owns the window number, the horizon, and how many frames each process must have read. Does not own
-sockets, processes or the wall clock. The horizon is the least next event anywhere plus the lookahead,
-cut at the next *stop* (an instant at which the supervisor wants a barrier). A frame that a process
-reported as sent counts as an event of its receiver from then on, so no window waits for a wire.
+sockets, processes or the wall clock. The horizon is the least *reaction* to a next event anywhere plus
+the lookahead, cut at the next *stop* (an instant at which the supervisor wants a barrier). The reaction
+to an event is the earliest instant at which another process could see anything of it leave: the event
+itself, or later where its process has promised so (``Agenda``). A frame that a process reported as sent
+counts as an event of its receiver from then on, so no window waits for a wire.
 
 The door (design 1.6) is one more peer: what comes from outside is stamped with the last horizon,
 counted like a frame and so never passed by.
@@ -18,8 +20,9 @@ from typing import NamedTuple
 
 from cmnet.units import NEVER_PS
 
-Send = tuple[int, int, int]
-"""(peer, frames sent to it in this window, the earliest instant at which one of them matters)."""
+Send = tuple[int, int, int, int]
+"""(peer, frames sent to it in this window, the earliest instant at which one of them matters, the earliest
+reaction to one)."""
 
 
 class Grant(NamedTuple):
@@ -51,10 +54,11 @@ class Horizon:
         self.horizon_ps = 0
         self.grants_count = 0
         self._next_ps = [NEVER_PS] * processes
+        self._reaction_ps = [NEVER_PS] * processes
         self._alive = [False] * processes
         self._expected = [0] * processes
         self._running: dict[int, bool] = {}
-        self._reports: list[tuple[int, int, Sequence[Send]]] = []
+        self._reports: list[tuple[int, int, int, Sequence[Send]]] = []
         self._stops: list[int] = []
         self._entered: list[tuple[int, int]] = []
         self._window_start_ps = 0
@@ -65,14 +69,17 @@ class Horizon:
         """A process is up (again); it has read no frame."""
         assert not self._alive[process] and self.closed
         self._alive[process] = True
-        self._next_ps[process] = next_at_ps
+        self._next_ps[process] = self._reaction_ps[process] = next_at_ps
         self._expected[process] = 0
 
-    def report(self, process: int, window: int, next_at_ps: int, sends: Sequence[Send]) -> None:
-        """The one answer to a grant."""
+    def report(
+        self, process: int, window: int, next_at_ps: int, reaction_ps: int, sends: Sequence[Send]
+    ) -> None:
+        """The one answer to a grant: the process's next event, the earliest reaction to one that it has,
+        what it sent."""
         assert window == self.window and process in self._running, (process, window, self.window)
         del self._running[process]
-        self._reports.append((process, next_at_ps, sends))
+        self._reports.append((process, next_at_ps, reaction_ps, sends))
         if not self._running:
             self._close()
 
@@ -80,7 +87,7 @@ class Horizon:
         """A process ended, by wish or by itself: what it did in an open window did not happen. One
         that had not joined (again) counts as dead at the last horizon."""
         self._alive[process] = False
-        self._next_ps[process] = NEVER_PS
+        self._next_ps[process] = self._reaction_ps[process] = NEVER_PS
         if self.closed:
             return Death(process, self.horizon_ps, self.window + 1)
         death = Death(process, self._window_start_ps, self.window)
@@ -135,7 +142,7 @@ class Horizon:
             return []
         if least_ps >= stop_ps:
             return self._open(stop_ps, stop_ps, self.alive(), barrier=True)
-        horizon_ps = min(least_ps + self.lookahead_ps, stop_ps)
+        horizon_ps = min(min(self._reaction_ps) + self.lookahead_ps, stop_ps)
         next_ps = self._next_ps
         processes = [p for p in range(len(next_ps)) if next_ps[p] < horizon_ps]
         return self._open(least_ps, horizon_ps, processes, barrier=False)
@@ -162,14 +169,17 @@ class Horizon:
 
     def _close(self) -> None:
         next_ps, expected, alive = self._next_ps, self._expected, self._alive
-        for process, next_at_ps, _ in self._reports:
-            next_ps[process] = next_at_ps
-        for _, _, sends in self._reports:
-            for peer, frames, earliest_ps in sends:
+        reactions_ps = self._reaction_ps
+        for process, next_at_ps, reaction_ps, _ in self._reports:
+            next_ps[process], reactions_ps[process] = next_at_ps, reaction_ps
+        for _, _, _, sends in self._reports:
+            for peer, frames, earliest_ps, reaction_ps in sends:
                 if alive[peer]:
                     expected[peer] += frames
                     if earliest_ps < next_ps[peer]:
                         next_ps[peer] = earliest_ps
+                    if reaction_ps < reactions_ps[peer]:
+                        reactions_ps[peer] = reaction_ps
         self._reports = []
         if self._entered:
             self._take_entered()
@@ -180,4 +190,5 @@ class Horizon:
             if self._alive[process]:
                 self._expected[process] += 1
                 self._next_ps[process] = min(self._next_ps[process], at_ps)
+                self._reaction_ps[process] = min(self._reaction_ps[process], at_ps)
         self._entered = []

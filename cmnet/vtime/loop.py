@@ -183,13 +183,15 @@ class VirtualLoop(uvloop.Loop):
         callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
+        silence_ps: int = 0,
     ) -> asyncio.TimerHandle:
-        """At an instant, which must not lie in the past nor beyond int64 picoseconds."""
+        """At an instant, which must not lie in the past nor beyond int64 picoseconds. ``silence_ps``: the
+        caller's promise, see ``vtime.agenda``."""
         assert self.now_ps <= at_ps < NEVER_PS, (self.now_ps, at_ps)
         when = (self._origin_ps + at_ps) / PS_PER_S
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's, not in its stub
-        self.agenda.add_timer(at_ps, _run_timer, handle)
+        self.agenda.add_timer(at_ps, _run_timer, handle, silence_ps)
         if self._self_granted and not self._pumping:
             self._arm_pump()
         return handle
@@ -302,6 +304,12 @@ class VirtualLoop(uvloop.Loop):
         while heap and _is_cancelled(heap[0]):
             self.agenda.drop_head()
         return self.agenda.next_at_ps()
+
+    def reaction_ps(self) -> int:
+        """The earliest instant at which something may leave because of an event that is left."""
+        if self._ready or self._instant:
+            return self.now_ps
+        return self.agenda.reaction_ps()
 
     def run_until(self, horizon_ps: int) -> bool:
         """Run all events before the horizon. False: a thread must end first; ``resume`` is called

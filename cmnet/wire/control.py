@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cmnet.vtime.horizon import Grant
+from cmnet.vtime.horizon import Grant, Send
 
 GRANT = 1
 REPORT = 2
@@ -20,8 +20,8 @@ RARE = 0
 PACKET_BYTES_MAX = 1 << 16
 
 _GRANT = struct.Struct("<BIqQ?")
-_REPORT = struct.Struct("<BIqqqi16sH")
-_SEND = struct.Struct("<HIq")
+_REPORT = struct.Struct("<BIqqqqi16sH")
+_SEND = struct.Struct("<HIqq")
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -29,11 +29,13 @@ class Report(msgspec.Struct, frozen=True):
 
     window: int
     next_at_ps: int
+    reaction_ps: int
+    """The earliest reaction to an event that the process has (``vtime.horizon``)."""
     finished_at_ps: int
     marked_at_ps: int
     outstanding: int
     digest: bytes
-    sends: list[tuple[int, int, int]]
+    sends: list[Send]
 
 
 def encode_grant(grant: Grant) -> bytes:
@@ -51,6 +53,7 @@ def encode_report(report: Report) -> bytes:
         REPORT,
         report.window,
         report.next_at_ps,
+        report.reaction_ps,
         report.finished_at_ps,
         report.marked_at_ps,
         report.outstanding,
@@ -61,9 +64,10 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(data: bytes) -> Report:
-    _, window, next_at_ps, finished, marked, outstanding, digest, _ = _REPORT.unpack_from(data)
+    fields = _REPORT.unpack_from(data)
+    _, window, next_at_ps, reaction_ps, finished, marked, outstanding, digest, _ = fields
     sends = list(_SEND.iter_unpack(memoryview(data)[_REPORT.size :]))
-    return Report(window, next_at_ps, finished, marked, outstanding, digest, sends)
+    return Report(window, next_at_ps, reaction_ps, finished, marked, outstanding, digest, sends)
 
 
 def encode_rare(what: str, /, **fields: Any) -> bytes:

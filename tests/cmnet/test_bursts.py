@@ -331,7 +331,7 @@ def test_the_sender_reports_when_the_last_flag_of_a_frame_begins_and_nothing_of_
         path = fabric.route(Plane.UB, Operation.WRITE, source, targets[1]).path
         sends = fabric.take_sends()
         at_ps = rig.loop.next_at_ps()
-        assert sends == [(1, 1, at_ps), (2, 1, NEVER_PS)]
+        assert sends == [(1, 1, at_ps, at_ps), (2, 1, NEVER_PS, NEVER_PS)]
         port = fabric.route(Plane.UB, Operation.WRITE, source, targets[1]).egress
         flag_ps = -(-FLAG_BYTES * 8 * 10**12 // path.rate_bps)
         assert abs(port.server.free_ps + path.propagation_ps - flag_ps - at_ps) <= 1

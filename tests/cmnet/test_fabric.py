@@ -302,7 +302,7 @@ def test_sends_say_what_left_for_whom_and_when_it_first_matters() -> None:
         rig.run()
         first = min(header[11] for peer, header, *_ in rig.frames if peer == 1)
         sends = rig.fabrics[0].take_sends()
-        assert [(peer, count) for peer, count, _ in sends] == [(1, 2), (2, 1)]
+        assert [(peer, count) for peer, count, *_ in sends] == [(1, 2), (2, 1)]
         assert sends[0][2] == first
         assert rig.fabrics[0].take_sends() == []
 

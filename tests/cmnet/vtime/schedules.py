@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cmnet import entropy
 from cmnet.units import NEVER_PS
 from cmnet.vtime.agenda import Agenda, Event
-from cmnet.vtime.horizon import Death, Grant, Horizon
+from cmnet.vtime.horizon import Death, Grant, Horizon, Send
 from cmnet.vtime.window import WindowGate
 
 LOOKAHEAD_PS = 10
@@ -28,12 +28,18 @@ class Frame(NamedTuple):
     first_ps: int
     last_ps: int
     lives: int
+    silence_ps: int = 0
 
 
 class Fault(NamedTuple):
     at_ps: int
     kind: str
     process: int
+
+
+class Timer(NamedTuple):
+    lives: int
+    silence_ps: int
 
 
 class Crash(NamedTuple):
@@ -61,41 +67,60 @@ class Node:
         self.now_ps = start_ps
         self.sequence = incarnation << 20
         self.log: list[tuple[int, ...]] = []
-        self.sends: dict[int, list[int]] = {}
+        self.sends: dict[int, list[int]] = {}  # frames, earliest event, earliest reaction
         self.peers = list(run.incarnations)
         self.dead: dict[tuple[int, int], int] = {}
         for _ in range(1 + self.draws.below(3)):
-            self.agenda.add_timer(start_ps + self.draws.below(40), self.happen, 6)
+            self.timer(start_ps + self.draws.below(40), 6, 0)
 
-    def happen(self, item: Frame | int) -> None:
-        lives = item if isinstance(item, int) else item.lives
-        told = item._replace(window=0) if isinstance(item, Frame) else (lives,)
+    def timer(self, at_ps: int, lives: int, silence_ps: int) -> None:
+        self.agenda.add_timer(at_ps, self.happen, Timer(lives, silence_ps), silence_ps)
+
+    def silence_ps(self) -> int:
+        return self.draws.below(2) * self.draws.below(50)
+
+    def happen(self, item: Frame | Timer) -> None:
+        """What is made of an event with silence leaves after it; a timer within it inherits the rest."""
+        lives, silence_ps = item.lives, item.silence_ps
+        told = item._replace(window=0) if isinstance(item, Frame) else item
         self.log.append((self.now_ps, *told))
         for _ in range((0, 1, 1, 2)[self.draws.below(4)] if lives else 0):
             if self.draws.below(3) == 0:
-                self.agenda.add_timer(self.now_ps + self.draws.below(60), self.happen, lives - 1)
+                after_ps = self.draws.below(60)
+                left_ps = max(silence_ps - after_ps, self.silence_ps())
+                self.timer(self.now_ps + after_ps, lives - 1, left_ps)
             else:
-                self.send(lives - 1)
+                self.send(lives - 1, self.now_ps + silence_ps)
 
-    def send(self, lives: int) -> None:
+    def send(self, lives: int, leaves_ps: int) -> None:
         peer = self.draws.below(len(self.peers))
-        first_ps = self.now_ps + LOOKAHEAD_PS + self.draws.below(3) * self.draws.below(20)
+        first_ps = leaves_ps + LOOKAHEAD_PS + self.draws.below(3) * self.draws.below(20)
         last_ps = first_ps + self.draws.below(2) * self.draws.below(50)
         self.sequence += 1
         window = self.gate.window
         frame = Frame(
-            self.process, self.incarnation, window, self.sequence, first_ps, last_ps, lives
+            self.process,
+            self.incarnation,
+            window,
+            self.sequence,
+            first_ps,
+            last_ps,
+            lives,
+            self.silence_ps(),
         )
         if peer == self.process:
             self.accept(frame)
             return
-        count = self.sends.setdefault(peer, [0, NEVER_PS])
+        count = self.sends.setdefault(peer, [0, NEVER_PS, NEVER_PS])
         count[0] += 1
         count[1] = min(count[1], last_ps)
+        count[2] = min(count[2], last_ps + frame.silence_ps)
         self.run_of.carry(self, peer, frame)
 
     def accept(self, frame: Frame) -> None:
-        self.agenda.add_delivery(frame.last_ps, frame.source, frame.sequence, self.happen, frame)
+        self.agenda.add_delivery(
+            frame.last_ps, frame.source, frame.sequence, self.happen, frame, frame.silence_ps
+        )
 
     def read(self, frame: Frame) -> None:
         """A frame came off the wire."""
@@ -130,8 +155,8 @@ class Node:
     def may_run(self) -> bool:
         return self.granted and self.gate.open()
 
-    def run(self) -> tuple[int, int, list[tuple[int, int, int]], int]:
-        """One window; returns the report: window, next event, sends, events so far."""
+    def run(self) -> tuple[int, int, int, list[Send], int]:
+        """One window; returns the report: window, next event, reaction, sends, events so far."""
         horizon_ps = self.gate.horizon_ps
         while self.agenda.next_at_ps() < horizon_ps:
             instant: deque[Event] = deque()
@@ -142,9 +167,10 @@ class Node:
                 event[4](event[5])
         self.ran_to_ps = horizon_ps
         self.granted = False
-        sends = [(peer, count, at_ps) for peer, (count, at_ps) in self.sends.items()]
+        sends = [(peer, *counts) for peer, counts in self.sends.items()]
         self.sends = {}
-        return self.gate.window, self.agenda.next_at_ps(), sends, len(self.log)
+        agenda = self.agenda
+        return self.gate.window, agenda.next_at_ps(), agenda.reaction_ps(), sends, len(self.log)
 
 
 class Result(NamedTuple):
@@ -255,9 +281,9 @@ class Run:
         if answer == "end":
             self.died(process)
             return
-        window, next_at_ps, sends, events = answer
+        window, next_at_ps, reaction_ps, sends, events = answer
         self.reported[process] = (window, events, self.reported[process][1])
-        self.horizon.report(process, window, next_at_ps, sends)
+        self.horizon.report(process, window, next_at_ps, reaction_ps, sends)
         if self.horizon.closed:
             self.advance()
 

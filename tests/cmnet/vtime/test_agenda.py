@@ -72,3 +72,11 @@ def test_discard_takes_out_what_matches_and_keeps_the_order() -> None:
     assert agenda.discard(lambda event: event[5] % 2 == 1) == 3
     assert agenda.discard(lambda event: event[5] > 9) == 0
     assert [taken(agenda), taken(agenda)] == [[2], [4]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), max_size=30))
+def test_the_earliest_reaction_is_that_of_all_events(events: list[tuple[int, int]]) -> None:
+    agenda = Agenda()
+    for at_ps, silence_ps in events:
+        agenda.add_timer(at_ps, print, None, silence_ps)
+    assert agenda.reaction_ps() == min([sum(event) for event in events], default=NEVER_PS)

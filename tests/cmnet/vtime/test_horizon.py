@@ -117,19 +117,33 @@ def test_an_idle_stretch_is_one_window() -> None:
 def test_a_frame_on_its_way_is_an_event_of_its_receiver_which_must_have_read_it() -> None:
     made = horizon(0, NEVER_PS)
     made.decide()
-    made.report(0, 1, NEVER_PS, [(1, 3, 25)])
+    made.report(0, 1, NEVER_PS, NEVER_PS, [(1, 3, 25, 25)])
     assert made.decide() == [Grant(1, 2, 25 + LOOKAHEAD_PS, 3, False)]
+
+
+def test_a_window_reaches_to_the_least_reaction_and_the_lookahead() -> None:
+    """Whoever has an event before that runs, though nothing can come of it sooner."""
+    made = horizon(0, 5, NEVER_PS)
+    made.decide()
+    made.report(0, 1, 20, 50, [(2, 1, 25, 55)])
+    made.report(1, 1, 58, 58, [])
+    assert made.decide() == [
+        Grant(0, 2, 60, 0, False),
+        Grant(1, 2, 60, 0, False),
+        Grant(2, 2, 60, 1, False),
+    ]
+    assert made.died(1) == Death(1, 20, 2)
 
 
 def test_a_stop_cuts_the_horizon_then_is_a_barrier_for_all() -> None:
     made = horizon(0, 5)
     made.stop_at(7)
     assert [grant.horizon_ps for grant in made.decide()] == [7, 7]
-    made.report(0, 1, 7, [])
-    made.report(1, 1, 50, [])
+    made.report(0, 1, 7, 7, [])
+    made.report(1, 1, 50, 50, [])
     assert made.decide() == [Grant(0, 2, 7, 0, True), Grant(1, 2, 7, 0, True)]
-    made.report(0, 2, 7, [])
-    made.report(1, 2, 50, [])
+    made.report(0, 2, 7, 7, [])
+    made.report(1, 2, 50, 50, [])
     assert made.take_stop() == 7
     assert made.decide() == [Grant(0, 3, 17, 0, False)]
 
@@ -141,24 +155,24 @@ def test_nothing_left_is_no_grant() -> None:
 def test_a_death_within_a_window_takes_its_report_back() -> None:
     made = horizon(0, 3)
     made.decide()
-    made.report(0, 1, NEVER_PS, [(1, 1, 12)])
+    made.report(0, 1, NEVER_PS, NEVER_PS, [(1, 1, 12, 12)])
     assert made.died(0) == Death(0, 0, 1)
-    made.report(1, 1, NEVER_PS, [(0, 1, 14)])
+    made.report(1, 1, NEVER_PS, NEVER_PS, [(0, 1, 14, 14)])
     assert made.decide() == []
 
 
 def test_a_death_between_windows_is_at_the_last_horizon() -> None:
     made = horizon(0, 30)
     made.decide()
-    made.report(0, 1, 40, [])
+    made.report(0, 1, 40, 40, [])
     assert made.died(0) == Death(0, LOOKAHEAD_PS, 2)
 
 
 def test_a_process_that_never_joined_may_die() -> None:
     made = horizon(0, 3)
     made.decide()
-    made.report(0, 1, 40, [])
-    made.report(1, 1, 40, [])
+    made.report(0, 1, 40, 40, [])
+    made.report(1, 1, 40, 40, [])
     made.died(0)
     assert made.died(0) == Death(0, LOOKAHEAD_PS, 2)
     assert made.alive() == [1]
@@ -169,16 +183,16 @@ def test_the_door_is_not_passed_by_a_report_that_does_not_know_it() -> None:
     made = horizon(0, NEVER_PS)
     made.decide()
     assert made.enter(0) == LOOKAHEAD_PS
-    made.report(0, 1, 500, [])
+    made.report(0, 1, 500, 500, [])
     assert made.decide() == [Grant(0, 2, 2 * LOOKAHEAD_PS, 1, False)]
 
 
 def test_a_second_report_to_one_grant_is_a_bug() -> None:
     made = horizon(0, 0)
     made.decide()
-    made.report(0, 1, 5, [])
+    made.report(0, 1, 5, 5, [])
     with pytest.raises(AssertionError):
-        made.report(0, 1, 5, [])
+        made.report(0, 1, 5, 5, [])
 
 
 def test_a_stop_comes_though_nobody_lives() -> None:

@@ -27,15 +27,15 @@ def test_grants(window: int, horizon_ps: int, frames_expected: int, barrier: boo
 @settings(deadline=None, max_examples=60)
 @given(
     window=U32,
-    instants=st.tuples(INSTANTS, INSTANTS, INSTANTS),
+    instants=st.tuples(INSTANTS, INSTANTS, INSTANTS, INSTANTS),
     outstanding=st.integers(-(2**31), 2**31 - 1),
-    sends=st.lists(st.tuples(st.integers(0, 2**16 - 1), U32, INSTANTS), max_size=60),
+    sends=st.lists(st.tuples(st.integers(0, 2**16 - 1), U32, INSTANTS, INSTANTS), max_size=60),
 )
 def test_reports(
     window: int,
-    instants: tuple[int, int, int],
+    instants: tuple[int, int, int, int],
     outstanding: int,
-    sends: list[tuple[int, int, int]],
+    sends: list[tuple[int, int, int, int]],
 ) -> None:
     report = Report(window, *instants, outstanding, bytes(range(16)), sends)
     packet = control.encode_report(report)
@@ -44,8 +44,8 @@ def test_reports(
 
 
 def test_a_report_of_a_machine_of_a_thousand_nodes_fits_a_packet() -> None:
-    sends = [(peer, 2**32 - 1, NEVER_PS) for peer in range(1000)]
-    report = Report(2**32 - 1, NEVER_PS, NEVER_PS, NEVER_PS, 1, bytes(16), sends)
+    sends = [(peer, 2**32 - 1, NEVER_PS, NEVER_PS) for peer in range(1000)]
+    report = Report(2**32 - 1, NEVER_PS, NEVER_PS, NEVER_PS, NEVER_PS, 1, bytes(16), sends)
     assert len(control.encode_report(report)) < control.PACKET_BYTES_MAX
 
 
