@@ -387,23 +387,22 @@ class BurstArrivals:
         one = self._frames[numbers[0]]
         begin, end = edges[numbers[0]], edges[numbers[-1] + 1]
         chosen = rows[begin:end]
-        columns = self._table.take(chosen, axis=0).T.copy()
-        delivered_ps, sequences = self._delivered_ps[chosen], columns[ports.SEQUENCE]
-        sources, targets = columns[ports.SOURCE], columns[ports.TARGET]
-        charged_bytes = columns[ports.CHARGED]
+        columns = np.empty((5, len(chosen)), np.int64)
+        copies = ports.gather(chosen, self._table, self._delivered_ps, columns)
+        sources, targets, delivered_ps, charged_bytes, sequences = columns
         self._fabric.digest.deliveries(
             one.kind,
             at_ps=delivered_ps,
             sources=sources,
             targets=targets,
-            sequences=sequences & SEQUENCE_MAX,
+            sequences=sequences,
             charged_bytes=charged_bytes,
         )
         data = self._data_of(chosen, edges, numbers)
         bundle = Bundle(one.head, one.flags, sources, targets, delivered_ps, charged_bytes, data)
-        copies = sequences < 0
-        if copies.any():
-            bundle = Bundle(one.head, one.flags, *[column[~copies] for column in bundle[2:]])
+        if copies:
+            once = self._table[chosen, ports.SEQUENCE] >= 0
+            bundle = Bundle(one.head, one.flags, *[column[once] for column in bundle[2:]])
         return bundle
 
     def _data_of(self, chosen: I64, edges: list[int], numbers: list[int]) -> U8:

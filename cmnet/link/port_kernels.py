@@ -62,46 +62,62 @@ def _kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
 
 
 @_SHARED  # type: ignore[untyped-decorator]  # numba has no types
-def _serve(
-    state: Any, at: int, start_ps: int, charged_bytes: int, rate_bps: int
-) -> Any:  # numba infers
-    """``Server.serve`` on row ``at`` of states [.., 8]: free, whole, rest, rate; and what the last size
-    took at the last rate, since sizes seldom change and divisions are slow."""
-    whole_ps, rest = start_ps, 0
-    if start_ps <= state[at, 0] and rate_bps == state[at, 3]:
-        whole_ps, rest = state[at, 1], state[at, 2]
-    if charged_bytes == state[at, 4] and rate_bps == state[at, 5]:
-        spent_ps, part = state[at, 6], state[at, 7]
-    else:
+def _loaded(states: Any, at: int) -> Any:
+    """A server of states [.., 8]: free, whole, rest, rate; and what the last size took at the last rate,
+    since sizes seldom change and divisions are slow. As a tuple it stays in registers."""
+    return (
+        states[at, 0],
+        states[at, 1],
+        states[at, 2],
+        states[at, 3],
+        states[at, 4],
+        states[at, 5],
+        states[at, 6],
+        states[at, 7],
+    )
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _store(states: Any, at: int, server: Any) -> Any:
+    states[at, 0], states[at, 1], states[at, 2], states[at, 3] = server[:4]
+    states[at, 4], states[at, 5], states[at, 6], states[at, 7] = server[4:]
+
+
+@_SHARED  # type: ignore[untyped-decorator]  # numba has no types
+def _serve(server: Any, start_ps: int, charged_bytes: int, rate_bps: int) -> Any:  # numba infers
+    """``Server.serve`` on a loaded server, which is returned; its first is the finish."""
+    free_ps, whole_ps, rest, rate, last_bytes, last_bps, spent_ps, part = server
+    if not (start_ps <= free_ps and rate_bps == rate):
+        whole_ps, rest = start_ps, 0
+    if not (charged_bytes == last_bytes and rate_bps == last_bps):
         spent_ps, part = 0, charged_bytes * 8
         for _ in range(3):
             part *= 10_000
             spent_ps = spent_ps * 10_000 + part // rate_bps
             part %= rate_bps
-        state[at, 4], state[at, 5] = charged_bytes, rate_bps
-        state[at, 6], state[at, 7] = spent_ps, part
     rest += part
-    if rest >= rate_bps:
-        rest -= rate_bps
-        spent_ps += 1
-    whole_ps += spent_ps
+    over = 1 if rest >= rate_bps else 0
+    rest -= rate_bps * over
+    whole_ps += spent_ps + over
     finish_ps = whole_ps + (1 if rest else 0)
-    state[at, 0], state[at, 1], state[at, 2], state[at, 3] = finish_ps, whole_ps, rest, rate_bps
-    return finish_ps
+    return finish_ps, whole_ps, rest, rate_bps, charged_bytes, rate_bps, spent_ps, part
 
 
 @_SHARED  # type: ignore[untyped-decorator]  # numba has no types
-def _receive(servers: Any, at: int, table: Any, row: int) -> Any:
-    """``Server.receive``; what a die has for itself passes no port."""
-    last_ps = table[row, LAST]
-    if table[row, SOURCE] == table[row, TARGET]:
-        return last_ps
-    start_ps = max(table[row, FIRST], servers[at, 0])
-    delivered_ps = _serve(servers, at, start_ps, table[row, CHARGED], table[row, RATE])
-    if last_ps > delivered_ps:
-        servers[at, 0], servers[at, 3] = last_ps, 0
-        return last_ps
-    return delivered_ps
+def _receive(server: Any, table: Any, row: Any) -> Any:
+    """``Server.receive`` on a loaded server: the delivery, and the server after it. What a die has for
+    itself passes no port."""
+    first_ps, last_ps = table[row, FIRST], table[row, LAST]
+    delivered_ps = last_ps
+    if table[row, SOURCE] != table[row, TARGET]:
+        start_ps = max(first_ps, server[0])
+        server = _serve(server, start_ps, table[row, CHARGED], table[row, RATE])
+        delivered_ps = server[0]
+        if last_ps > delivered_ps:
+            _, whole_ps, rest, _, last_bytes, last_bps, spent_ps, part = server
+            server = (last_ps, whole_ps, rest, 0, last_bytes, last_bps, spent_ps, part)
+            delivered_ps = last_ps
+    return delivered_ps, server
 
 
 @_SHARED  # type: ignore[untyped-decorator]  # numba has no types
@@ -169,9 +185,11 @@ def serve_leg(
     its source and sequence; returns the first row that is left, or ~row (negative) at one without a
     path, beyond ``LIMIT`` or ``SECONDS_MAX``.
     """
+    server = _loaded(state, 0)
     for row in range(begin, end):
-        start_ps = max(now_ps, ready_ps[row], state[0, 0])
+        start_ps = max(now_ps, ready_ps[row], server[0])
         if start_ps >= until_ps:
+            _store(state, 0, server)
             return row
         target = targets[row]
         rate_bps, propagation_ps = paths[0, target], paths[1, target]
@@ -183,13 +201,14 @@ def serve_leg(
         else:
             if not (0 <= bits < LIMIT and bits >> SECONDS_BITS < rate_bps < LIMIT):
                 return ~row
-            end_ps = _serve(state, 0, start_ps, charged_bytes[row], rate_bps)
-            out[at, FIRST], out[at, LAST] = start_ps + propagation_ps, end_ps + propagation_ps
+            server = _serve(server, start_ps, charged_bytes[row], rate_bps)
+            out[at, FIRST], out[at, LAST] = start_ps + propagation_ps, server[0] + propagation_ps
         out[at, CHARGED] = charged_bytes[row]
         out[at, RATE] = rate_bps
         out[at, TARGET] = target
         out[at, ROW] = row
         out[at, GROUP] = paths[2, target] * 2 + flags[row]
+    _store(state, 0, server)
     return end
 
 
@@ -346,21 +365,24 @@ def settle(
         port = ports[at]
         cursor, end = cursors[port], ends[port]
         other, other_end = others_begin[at], others_begin[at + 1]
+        server = _loaded(servers, port)
         while True:
-            here = cursor < end and table[order[cursor], FIRST] <= now_ps
-            if here and other < other_end:
-                here = _comes_before(table, order[cursor], others, other)
-            if here:
-                row = order[cursor]
-                delivered_ps[row] = _receive(servers, port, table, row)
+            until = cursor
+            while cursor < end:
+                row = np.uint64(order[cursor])  # unsigned: no index wraps
+                if table[row, FIRST] > now_ps:
+                    break
+                if other < other_end and not _comes_before(table, row, others, other):
+                    break
+                delivered_ps[row], server = _receive(server, table, row)
                 states[row] = SETTLED
-                settled += 1
                 cursor += 1
-            elif other < other_end:
-                others_ps[other] = _receive(servers, port, others, other)
-                other += 1
-            else:
+            settled += cursor - until
+            if other == other_end:
                 break
+            others_ps[other], server = _receive(server, others, other)
+            other += 1
+        _store(servers, port, server)
         cursors[port] = cursor
         next_ps[at] = table[order[cursor], FIRST] if cursor < end else NEVER_PS
     return settled
@@ -387,6 +409,21 @@ def take_settled(states: Any, edges: Any, left: Any, taken: Any, settled: int) -
             left[frame] -= count - taken[frame]
     taken[len(left)] = count
     return rows
+
+
+@_kernel(I64, LINE, TABLE, LINE, TABLE)
+def gather(rows: Any, table: Any, delivered_ps: Any, columns: Any) -> Any:
+    """Of some rows of a table, into ``columns`` [5, n]: sources, targets, deliveries, charged bytes,
+    sequences without their top bit. Returns how many are copies."""
+    copies = 0
+    for at in range(len(rows)):
+        row = np.uint64(rows[at])
+        sequence = table[row, SEQUENCE]
+        copies += 1 if sequence < 0 else 0
+        columns[0, at], columns[1, at] = table[row, SOURCE], table[row, TARGET]
+        columns[2, at], columns[3, at] = delivered_ps[row], table[row, CHARGED]
+        columns[4, at] = sequence & SEQUENCE_MAX
+    return copies
 
 
 @_kernel(types.void, TABLE, I64, LINE, READ_DATA, READ_DATA, LINE, LINE, TABLE, LINE, OCTETS)

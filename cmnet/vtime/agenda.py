@@ -43,10 +43,12 @@ class Agenda:
         """A message of a source device; (source, sequence) never repeats in this agenda."""
         heapq.heappush(self.heap, (at_ps, DELIVERY, source, sequence, run, item, silence_ps))
 
-    def add_port(self, at_ps: int, port: int, run: Callable[[Any], None], item: Any) -> None:
+    def add_port(
+        self, at_ps: int, port: int, run: Callable[[Any], None], item: Any, silence_ps: int = 0
+    ) -> None:
         """An egress start; ties of one port run in order of creation."""
         self._created += 1
-        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item, 0))
+        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item, silence_ps))
 
     def add_timer(
         self, at_ps: int, run: Callable[[Any], None], item: Any, silence_ps: int = 0

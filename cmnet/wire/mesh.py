@@ -388,9 +388,9 @@ class Mesh:
             if count == 0:
                 self._drop_incoming(incoming)
                 return
-            data = bytes(self._view[:count])
+            data = self._view[:count]
             if incoming.partial:
-                data = incoming.partial + data
+                data = memoryview(incoming.partial + data)
             if incoming.peer < 0:
                 self._greet(incoming, data)
             else:
@@ -403,8 +403,8 @@ class Mesh:
             self._drop_incoming(incoming)
             self._on_broken(error)
 
-    def _greet(self, incoming: _Incoming, data: bytes) -> None:
-        incoming.partial = data
+    def _greet(self, incoming: _Incoming, data: memoryview) -> None:
+        incoming.partial = bytes(data)
         if len(data) < frames.HELLO.size:
             return
         try:
@@ -421,7 +421,8 @@ class Mesh:
         if len(data) > frames.HELLO.size:
             self._parse(incoming, data, frames.HELLO.size)
 
-    def _parse(self, incoming: _Incoming, data: bytes, at: int) -> None:
+    def _parse(self, incoming: _Incoming, data: memoryview, at: int) -> None:
+        """Hand on what is whole; ``data`` is read over by the next call."""
         end, size = len(data), frames.HEADER.size
         unpack, on_frame, peer = frames.HEADER.unpack_from, self._on_frame, incoming.peer
         while end - at >= size:
@@ -435,17 +436,18 @@ class Mesh:
                     self._begin_large(incoming, header, data, at + size)
                     return
                 break
-            on_frame(peer, header, data[at + size : body_end], data[body_end:payload_end])
+            body, payload = data[at + size : body_end], data[body_end:payload_end]
+            on_frame(peer, header, bytes(body), bytes(payload))
             at = payload_end
-        incoming.partial = data[at:]
+        incoming.partial = bytes(data[at:])
         incoming.first_bytes = 0
 
     def _begin_large(
-        self, incoming: _Incoming, header: tuple[int, ...], data: bytes, body_at: int
+        self, incoming: _Incoming, header: tuple[int, ...], data: memoryview, body_at: int
     ) -> None:
         body_end = body_at + header[0]
         rest = data[body_end:]
-        incoming.header = (header, data[body_at:body_end])
+        incoming.header = (header, bytes(data[body_at:body_end]))
         incoming.target = self._pool.take(header[1])
         incoming.target[: len(rest)] = rest
         incoming.filled = len(rest)
