@@ -85,8 +85,11 @@ def _plan(counts: I64, widths: tuple[int, int]) -> tuple[list[_Frame], I64, I64,
     part_of = np.zeros(len(counts), np.int64)
     most = [max(min(MESSAGES_MAX, DATA_BYTES_MAX // max(width, 1)), 1) for width in widths]
     size = 0
-    for pair, left in enumerate(counts.reshape(-1, 2).tolist()):
-        part_of[2 * pair : 2 * pair + 2] = len(parts), len(parts) - (-left[0] // most[0])
+    left_of = counts.reshape(-1, 2)
+    pairs = np.flatnonzero(left_of.any(axis=1))
+    for pair, left in zip(pairs.tolist(), left_of.take(pairs, axis=0).tolist()):
+        part_of[2 * pair] = len(parts)
+        part_of[2 * pair + 1] = len(parts) - (-left[0] // most[0])
         while left[0] or left[1]:
             messages = min(left[0], most[0])
             left[0] -= messages
