@@ -1,10 +1,10 @@
 """Kernels of the exact body: what they share, and attention; compiled to ``exact_plain``'s bits.
 
-Compiled by numba without fastmath: LLVM then neither contracts a * b + c nor reorders float sums, and
-every sum here is a sum of integers besides. Layout serves vectorisation: inner loops run over heads or
-columns, and what one head's loop reads and writes lies in one array at constant offsets. The cache of
-compiled code lies under a digest of all sources that it depends on: numba itself looks at one file
-only, and constants of other modules are compiled in. Does not own any formula: see ``exact_plain``.
+Compiled by numba without fastmath: LLVM then neither contracts a * b + c nor reorders float sums; only
+where every sum is exact it may (``integer_kernel``). Layout serves vectorisation: inner loops run over
+heads or columns, and what one head's loop reads and writes lies in one array at constant offsets. The
+cache of compiled code lies under a digest of all sources that it depends on: numba itself looks at one
+file only, and constants of other modules are compiled in. Does not own any formula: see ``exact_plain``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from nodes.model.seal import MULTIPLIER_1, MULTIPLIER_2
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SOURCES = ("exact_tables.py", "exact_kernels.py", "exact_kernels_experts.py", "seal.py")
+SOURCES = (
+    "exact_tables.py",
+    "exact_kernels.py",
+    "exact_kernels_experts.py",
+    "exact_kernels_gate.py",
+    "seal.py",
+)
 """What is compiled in, directly or as constants."""
 
 
@@ -38,11 +44,21 @@ def _cache_dir() -> str:
 
 numba.config.CACHE_DIR = _cache_dir()  # type: ignore[attr-defined]  # numba's config has no types
 _COMPILE: Any = numba.njit(cache=True, fastmath=False, error_model="numpy", boundscheck=False)
+_COMPILE_SUMS: Any = numba.njit(
+    cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy", boundscheck=False
+)
 
 
 def kernel(function: Function) -> Function:
     """Compiled at its first call, or loaded from the cache."""
     compiled: Function = _COMPILE(function)
+    return compiled
+
+
+def integer_kernel(function: Function) -> Function:
+    """A kernel whose sums are all of integers below 2^24 in float32: exact in any order, so that they may
+    be reordered, and multiplied and added at once."""
+    compiled: Function = _COMPILE_SUMS(function)
     return compiled
 
 
@@ -76,6 +92,7 @@ S40, BYTE, HALF = np.uint64(40), np.uint64(255), np.uint64(65535)
 U1, U3, U8, U16 = np.uint64(1), np.uint64(3), np.uint64(8), np.uint64(16)
 LOW, ONE = np.uint64(2**32 - 1), np.uint64(t.ONE_BITS)
 DRAW_SHIFT = np.uint64(64 - t.DRAW_BITS)
+F = np.float32
 F0, F1, F255 = np.float32(0), np.float32(1), np.float32(255)
 SCALE, SHIFT, LEAST = (np.float32(x) for x in (t.SCORE_SCALE, t.SCORE_SHIFT, t.SCORE_LEAST))
 QUERY_SCALE, KEY_SCALE, LATENT_RMS = t.QUERY_SCALE, t.KEY_SCALE, t.LATENT_RMS
@@ -87,6 +104,10 @@ GATE_SUM, SHARED_WEIGHT, DRAW_BITS = t.GATE_SUM, t.SHARED_WEIGHT, t.DRAW_BITS
 EMBEDDING_SCALE, MERGE_SCALE = t.EMBEDDING_SCALE, t.MERGE_SCALE
 KEYS = 8
 """Weighed, then added together."""
+TILE = 4
+"""Rows that are multiplied together."""
+GAIN_STEPS = 512
+"""A gain times it is an integer: ``exact_tables``."""
 BLOCK, INNER, VALUE = t.KEYS_A_BLOCK, t.INNER, t.VALUE
 
 
@@ -105,10 +126,13 @@ def bounded(value: float, limit: float) -> float:
 @kernel
 def norm(state: I64, gain: F64, x: F32) -> float:
     """INT8 values into ``x``; returns their scale."""
-    most, squares = 1.0, 0
-    for d in range(D):
-        squares += state[d] * state[d]
-        most = max(most, abs(float(state[d]) * gain[d]))
+    largest, squares = GAIN_STEPS, 0
+    for d in range(len(gain)):  # of a length that is not known: else it is unrolled, one by one
+        value = state[d]
+        squares += value * value
+        gained = abs(value) * (GAIN_STEPS + d)
+        largest = gained if gained > largest else largest
+    most = float(largest) / float(GAIN_STEPS)
     factor = 127.0 / most
     for d in range(D):
         x[d] = np.float32(np.rint((float(state[d]) * gain[d]) * factor))
@@ -126,9 +150,9 @@ def start_tokens(tokens: I64, places: I64, embedding: I64, words: U64, states: I
         states[i, SEAL] = np.int64(mix(start + np.uint64(places[i]) * words[1]))
 
 
-@kernel
-def project(x: F32, weights: F32, sums: F32) -> None:
-    """Sums of x times weights [len(x) * len(sums)], columns together."""
+@integer_kernel
+def project(x: F32, weights: Any, sums: F32) -> None:
+    """Sums of x times weights [len(x) * len(sums)], columns together; weights are float32 or int8."""
     n = len(sums)
     sums[:] = F0
     for k in range(0, len(x), 8):
@@ -136,9 +160,42 @@ def project(x: F32, weights: F32, sums: F32) -> None:
         e, f, g, h = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
         w = weights[k * n : (k + 8) * n]
         for i in range(n):
-            one = a * w[i] + b * w[n + i] + c * w[2 * n + i] + d * w[3 * n + i]
-            two = e * w[4 * n + i] + f * w[5 * n + i] + g * w[6 * n + i] + h * w[7 * n + i]
+            w0, w1, w2, w3 = F(w[i]), F(w[n + i]), F(w[2 * n + i]), F(w[3 * n + i])
+            w4, w5, w6, w7 = F(w[4 * n + i]), F(w[5 * n + i]), F(w[6 * n + i]), F(w[7 * n + i])
+            one = a * w0 + b * w1 + c * w2 + d * w3
+            two = e * w4 + f * w5 + g * w6 + h * w7
             sums[i] += one + two
+
+
+def tile_product(terms: int, columns: int) -> Callable[[F32, F32, F32], None]:
+    """``project`` of ``TILE`` rows, x [TILE * terms] to sums [TILE * columns]: weights are read once.
+    Their number is compiled in: all that is written lies in one array at constant offsets."""
+    n, a, b, c = columns, terms, 2 * terms, 3 * terms
+
+    @integer_kernel
+    def product(x: F32, weights: F32, sums: F32) -> None:
+        sums[:] = F0
+        for k in range(0, terms, 4):
+            x0, x1, x2, x3 = x[k], x[k + 1], x[k + 2], x[k + 3]
+            a0, a1, a2, a3 = x[a + k], x[a + k + 1], x[a + k + 2], x[a + k + 3]
+            b0, b1, b2, b3 = x[b + k], x[b + k + 1], x[b + k + 2], x[b + k + 3]
+            c0, c1, c2, c3 = x[c + k], x[c + k + 1], x[c + k + 2], x[c + k + 3]
+            w = weights[k * n : (k + 4) * n]
+            for i in range(columns):
+                w0, w1, w2, w3 = w[i], w[n + i], w[2 * n + i], w[3 * n + i]
+                sums[i] += x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
+                sums[n + i] += a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
+                sums[2 * n + i] += b0 * w0 + b1 * w1 + b2 * w2 + b3 * w3
+                sums[3 * n + i] += c0 * w0 + c1 * w1 + c2 * w2 + c3 * w3
+
+    return product
+
+
+@kernel
+def widened(weights: I8, wide: F32) -> None:
+    """For some rows together. Weights lie in bytes, since most calls find them in no cache."""
+    for w in range(len(weights)):
+        wide[w] = np.float32(weights[w])
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Kernels of the exact body: gate, messages, experts, combine, the sampler and the MTP layer's beginning.
+"""Kernels of the exact body: messages, experts, combine, the sampler and the MTP layer's beginning.
 
 Does not own what they share with attention (``exact_kernels``) nor any formula (``exact_plain``).
 """
@@ -12,7 +12,6 @@ import numpy as np
 
 from nodes.model.body import I64, U64
 from nodes.model.exact_kernels import (
-    BYTE,
     CHECK_AT,
     CHECK_ODD_AT,
     COMBINE_AT,
@@ -23,11 +22,8 @@ from nodes.model.exact_kernels import (
     EXP_AT,
     EXPERT_AT,
     EXPERT_SCALE,
+    F0,
     FOLD_COMBINE_AT,
-    GATE_SCALE,
-    GATE_SHIFT,
-    GATE_SUM,
-    HALF,
     HEAD_SCALE,
     INNER,
     LIMIT,
@@ -37,166 +33,77 @@ from nodes.model.exact_kernels import (
     PLACE,
     SEAL,
     SHARED_WEIGHT,
-    SIGMOID_AT,
+    TILE,
     U1,
     U3,
     D,
     V,
     bounded,
+    integer_kernel,
     kernel,
     mix,
     norm,
     project,
+    tile_product,
+    widened,
 )
 from nodes.model.exact_tables import F32, F64, I8, I16
 
-
-@kernel
-def choose(biased: I64, groups: int, top_groups: int, best: I64, chosen: I64) -> None:
-    """The experts of the best groups, best first, into ``chosen``; ``best`` is [groups] scratch."""
-    size, top_k = len(biased) // groups, len(chosen)
-    for g in range(groups):
-        first, second = biased[g * size], np.int64(-(2**40))
-        for e in range(g * size + 1, (g + 1) * size):
-            value = biased[e]
-            second = max(second, min(first, value))
-            first = max(first, value)
-        best[g] = first + second if size > 1 else first
-    chosen[:] = -1
-    for _ in range(top_groups):
-        top = 0
-        for g in range(1, groups):
-            if best[g] > best[top]:
-                top = g
-        best[top] = -(2**41)
-        for e in range(top * size, (top + 1) * size):
-            k, expert, value = top_k - 1, e, biased[e]
-            last = chosen[k]
-            if last >= 0 and (value < biased[last] or (value == biased[last] and e > last)):
-                continue
-            while k > 0:
-                above = chosen[k - 1]
-                if above >= 0 and (
-                    value < biased[above] or (value == biased[above] and expert > above)
-                ):
-                    break
-                chosen[k] = above
-                k -= 1
-            chosen[k] = expert
+_project_first, _project_second = tile_product(D, E2), tile_product(INNER, D)
+TWO_AT = D * E2
+CHECK_SUM_AT = TWO_AT + INNER * D
+UP_AT = CHECK_SUM_AT + D
+DOWN_AT = UP_AT + TILE * E2
+X_AT = DOWN_AT + TILE * D
+Z_AT = X_AT + TILE * D
+"""Offsets in the scratch of ``expert``: one array, since each allocation takes 50 ns."""
 
 
 @kernel
-def pick(
-    logits: F32,
-    scale: float,
-    bias: I64,
-    tables: I64,
-    scratch: I64,
-    groups: int,
-    top_groups: int,
-    experts: I64,
-    parts: U64,
-) -> None:
-    """One token's experts and their weights; ``scratch`` is [2 * experts + groups]."""
-    count, top_k = len(bias), len(experts)
-    scores, biased, best = scratch[:count], scratch[count : 2 * count], scratch[2 * count :]
-    for e in range(count):
-        index = np.rint(float(logits[e]) * scale - GATE_SHIFT)
-        index = min(max(index, -2048.0), 2047.0)
-        scores[e] = tables[SIGMOID_AT + 2048 + np.int64(index)]
-        biased[e] = scores[e] + bias[e]
-    choose(biased, groups, top_groups, best, experts)
-    total = 0
-    for k in range(top_k):
-        total += scores[experts[k]]
-    for k in range(top_k):
-        part = scores[experts[k]] * (GATE_SUM // top_k) // total
-        parts[k] = np.uint64(part * top_k + k + 1)
-
-
-@kernel
-def gate(
-    states: I64,
-    weights: F32,
-    bias: I64,
-    reals: F64,
-    tables: I64,
-    groups: int,
-    top_groups: int,
-    experts: I64,
-    parts: U64,
-) -> None:
-    count = len(bias)
-    x, logits = np.empty(D, np.float32), np.empty(count, np.float32)
-    scratch = np.empty(2 * count + groups, np.int64)
-    for i in range(len(states)):
-        scale = norm(states[i], reals[:D], x) * GATE_SCALE
-        project(x, weights, logits)
-        pick(logits, scale, bias, tables, scratch, groups, top_groups, experts[i], parts[i])
-
-
-@kernel
-def norms(states: I64, reals: F64, x: F32, scales: F64) -> None:
-    """For ``pick_all``: rows that a library multiplies with the gate's weights in between."""
-    for i in range(len(states)):
-        scales[i] = norm(states[i], reals[:D], x[i]) * GATE_SCALE
-
-
-@kernel
-def pick_all(
-    logits: F32,
-    scales: F64,
-    bias: I64,
-    tables: I64,
-    groups: int,
-    top_groups: int,
-    experts: I64,
-    parts: U64,
-) -> None:
-    scratch = np.empty(2 * len(bias) + groups, np.int64)
-    for i in range(len(logits)):
-        pick(logits[i], scales[i], bias, tables, scratch, groups, top_groups, experts[i], parts[i])
-
-
-@kernel
-def dispatch(states: I64, reals: F64, vectors: U64) -> None:
+def dispatch(states: I64, reals: F64, vectors: U64, octets: I8) -> None:
+    """Octets are the bytes of vectors: little-endian hosts only."""
     x, scale = np.empty(D, np.float32), np.empty(1, np.float32)
     bits = scale.view(np.uint32)
     for i in range(len(states)):
         scale[0] = np.float32(norm(states[i], reals[:D], x))
-        for w in range(8):
-            word = np.uint64(0)
-            for d in range(8):
-                word |= (np.uint64(np.int64(x[8 * w + d])) & BYTE) << np.uint64(8 * d)
-            vectors[i, w] = word
+        for d in range(D):
+            octets[i, d] = np.int8(x[d])
         vectors[i, 8] = np.uint64(bits[0])
         vectors[i, 9] = np.uint64(states[i, SEAL])
 
 
-@kernel
-def opened(octets: I8, words: U64, x: F32) -> Any:
+@integer_kernel
+def opened(octets: I8, check: F32, x: F32) -> Any:
     """A vector's values into ``x``; returns their check sum."""
-    check = np.int64(0)
+    total = F0
     for d in range(D):
         x[d] = np.float32(octets[d])
-        check += np.int64(octets[d]) * np.int64(words[CHECK_AT + d])
-    return check
+        total += x[d] * check[d]
+    return np.int64(total)
 
 
 @kernel
-def gated(up: F32, scale_word: int, number: Any, reals: F64, inner: F64, z: F32) -> float:
-    """INT8 values of the inner layer into ``z``; returns the largest. ``inner`` is [INNER] scratch,
-    ``number`` one word."""
-    low = scale_word & LOW
-    number[0] = np.uint32(low if low <= ONE else np.uint64(0))
-    scale = float(number.view(np.float32)[0]) / 512.0
-    most = 2.0**-30
+def larger(a: float, b: float, c: float, d: float) -> float:
+    """The largest of four, which do not wait for each other."""
+    a = a if a > b else b
+    c = c if c > d else d
+    return a if a > c else c
+
+
+@kernel
+def gated(up: F32, scale: float, reals: F64, inner: F64, z: F32) -> float:
+    """INT8 values of the inner layer into ``z``; returns the largest. ``inner`` is [INNER] scratch."""
     for f in range(INNER):
         opened_up = (float(up[f]) * reals[D + f]) * scale
         other = (float(up[INNER + f]) * reals[D + INNER + f]) * scale
-        inner[f] = (opened_up * min(max(opened_up + 3.0, 0.0), 6.0)) * other
-    for f in range(INNER):
-        most = max(most, abs(inner[f]))
+        gate = opened_up + 3.0
+        gate = gate if gate > 0.0 else 0.0
+        gate = gate if gate < 6.0 else 6.0
+        inner[f] = (opened_up * gate) * other
+    most = 2.0**-30
+    for f in range(0, INNER, 4):
+        four = larger(abs(inner[f]), abs(inner[f + 1]), abs(inner[f + 2]), abs(inner[f + 3]))
+        most = four if four > most else most
     factor = 127.0 / most
     for f in range(INNER):
         z[f] = np.float32(np.rint(inner[f] * factor))
@@ -222,85 +129,90 @@ def expert(
     experts: I64,
     vectors: U64,
     octets: I8,
-    first: F32,
-    second: F32,
+    singles: F32,
+    first: I8,
+    second: I8,
     words: U64,
     reals: F64,
     results: U64,
     halves: I16,
 ) -> bool:
-    """False if there is no such expert. Octets and halves are views: little-endian hosts only."""
+    """False if there is no such expert. Octets, singles and halves are views: little-endian hosts only.
+    Rows of an expert that are neighbours go ``TILE`` at a time."""
     for i in range(len(experts)):
         if experts[i] < 0 or experts[i] >= len(first):
             return False
-    x, up, inner = np.empty(D, np.float32), np.empty(E2, np.float32), np.empty(INNER)
-    z, down = np.empty(INNER, np.float32), np.empty(D, np.float32)
-    number = np.empty(1, np.uint32)
-    for i in range(len(experts)):
-        chosen = experts[i]
-        check = opened(octets[i], words, x)
-        project(x, first[chosen], up)
-        most = gated(up, vectors[i, 8], number, reals, inner, z)
-        project(z, second[chosen], down)
-        answered(down, most, reals, halves[i])
-        results[i, 16] = sealed(vectors[i], words[EXPERT_AT + chosen], check, words)
+    scratch = np.empty(Z_AT + TILE * INNER, np.float32)
+    one, two, check = scratch[:TWO_AT], scratch[TWO_AT:CHECK_SUM_AT], scratch[CHECK_SUM_AT:UP_AT]
+    up, down, x, z = (
+        scratch[UP_AT:DOWN_AT],
+        scratch[DOWN_AT:X_AT],
+        scratch[X_AT:Z_AT],
+        scratch[Z_AT:],
+    )
+    checks, inner = np.empty(TILE, np.int64), np.empty(INNER + TILE)
+    most = inner[INNER:]
+    scratch[X_AT:] = F0
+    for d in range(D):
+        check[d] = np.float32(np.int64(words[CHECK_AT + d]))
+    loaded, begin = -1, 0
+    while begin < len(experts):
+        chosen, count = experts[begin], 1
+        while count < TILE and begin + count < len(experts) and experts[begin + count] == chosen:
+            count += 1
+        if count > 1 and chosen != loaded:
+            widened(first[chosen], one)
+            widened(second[chosen], two)
+            loaded = chosen
+        for r in range(count):
+            checks[r] = opened(octets[begin + r], check, x[r * D : (r + 1) * D])
+        if count == 1:
+            project(x[:D], first[chosen], up[:E2])
+        else:
+            _project_first(x, one, up)
+        for r in range(count):
+            i = begin + r
+            scale = float(singles[i, 16]) / 512.0 if vectors[i, 8] & LOW <= ONE else 0.0
+            row = z[r * INNER : (r + 1) * INNER]
+            most[r] = gated(up[r * E2 : (r + 1) * E2], scale, reals, inner, row)
+        if count == 1:
+            project(z[:INNER], second[chosen], down[:D])
+        else:
+            _project_second(z, two, down)
+        for r in range(count):
+            i = begin + r
+            answered(down[r * D : (r + 1) * D], most[r], reals, halves[i])
+            results[i, 16] = sealed(vectors[i], words[EXPERT_AT + chosen], checks[r], words)
+        begin += count
     return True
 
 
 @kernel
-def open_all(octets: I8, words: U64, x: F32, checks: I64) -> None:
-    """For ``gate_all`` and ``answer_all``: rows that a library multiplies with the weights of their
-    experts in between."""
-    for i in range(len(octets)):
-        checks[i] = opened(octets[i], words, x[i])
-
-
-@kernel
-def gate_all(up: F32, vectors: U64, reals: F64, z: F32, largest: F64) -> None:
-    inner, number = np.empty(INNER), np.empty(1, np.uint32)
-    for i in range(len(up)):
-        largest[i] = gated(up[i], vectors[i, 8], number, reals, inner, z[i])
-
-
-@kernel
-def answer_all(
-    experts: I64,
-    vectors: U64,
-    down: F32,
-    largest: F64,
-    checks: I64,
-    words: U64,
-    reals: F64,
+def combine(
+    states: I64,
+    weights: U64,
     results: U64,
     halves: I16,
+    shared: U64,
+    shared_halves: I16,
+    words: U64,
+    after: I64,
 ) -> None:
-    for i in range(len(experts)):
-        answered(down[i], largest[i], reals, halves[i])
-        results[i, 16] = sealed(vectors[i], words[EXPERT_AT + experts[i]], checks[i], words)
-
-
-@kernel
-def add(total: I64, weight: Any, result: U64) -> None:
-    for w in range(16):
-        for d in range(4):
-            half = np.int64((result[w] >> np.uint64(16 * d)) & HALF)
-            total[4 * w + d] += weight * (half - 65536 if half > 32767 else half)
-
-
-@kernel
-def combine(states: I64, weights: U64, results: U64, shared: U64, words: U64, after: I64) -> None:
-    total = np.empty(D, np.int64)
+    """Halves are views: little-endian hosts only."""
+    total = np.empty(D)
     for i in range(len(states)):
-        total[:] = 0
-        add(total, SHARED_WEIGHT, shared[i])
+        for d in range(D):
+            total[d] = float(shared_halves[i, d]) * float(SHARED_WEIGHT)
         seal = np.uint64(states[i, SEAL]) + words[COMBINE_AT] + U3 * shared[i, 16]
         for k in range(weights.shape[1]):
             weight = weights[i, k]
-            add(total, np.int64(weight), results[i, k])
+            factor = float(weight)
+            for d in range(D):
+                total[d] += float(halves[i, k, d]) * factor
             seal += (weight + weight + U1) * results[i, k, 16]
         for d in range(D):
-            seal += np.uint64(total[d]) * words[FOLD_COMBINE_AT + d]
-            moved = np.rint(float(total[d]) / float(SHARED_WEIGHT))
+            seal += np.uint64(np.int64(total[d])) * words[FOLD_COMBINE_AT + d]
+            moved = np.rint(total[d] / float(SHARED_WEIGHT))
             after[i, d] = np.int64(bounded(float(states[i, d]) + moved, LIMIT))
         after[i, PLACE] = states[i, PLACE]
         after[i, SEAL] = np.int64(mix(seal))

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nodes.model import exact_kernels, exact_kernels_experts, exact_plain
+from nodes.model import (
+    exact_kernels,
+    exact_kernels_experts,
+    exact_kernels_gate,
+    exact_plain,
+)
 from nodes.model import exact_tables as t
 from nodes.model.body import I64, U64
 from nodes.model.exact import ExactBody, prepared
@@ -92,6 +97,23 @@ def test_vectors_are_answered_alike(kind: str) -> None:
     assert np.array_equal(results, SLOW.expert(experts, vectors, layer=1))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 31, 33, 36, 65])
+def test_any_number_of_tokens_is_gated_alike(count: int) -> None:
+    """Tokens go together by tiles and chunks, a token alone goes by itself."""
+    own = states(70, "large")[-count:].copy()
+    for mine, other in zip(FAST.gate(own, layer=0), SLOW.gate(own, layer=0), strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_rows_of_one_expert_are_answered_alike() -> None:
+    """Runs of 1 to 12 rows, which go together by tiles, and an expert that comes again."""
+    lengths = np.arange(1, 13)
+    experts = np.concatenate([np.repeat(lengths * 21 % 257, lengths), [252, 7, 7, 252, 252]])
+    vectors = FAST.dispatch(states(len(experts), "large"))
+    results = FAST.expert(experts, vectors, layer=0)
+    assert np.array_equal(results, SLOW.expert(experts, vectors, layer=0))
+
+
 @pytest.mark.parametrize("slots", [0, 1, 7, 8, 9])
 def test_results_are_combined_alike(slots: int) -> None:
     own, results, shared = states(40, "limit"), words(40, slots, 17), words(40, 17, key=3)
@@ -117,13 +139,20 @@ def test_any_bias_chooses_alike() -> None:
     [
         ModelSettings(carried_layers=1, routed_experts=60, groups=5, top_groups=2, top_k=5),
         ModelSettings(carried_layers=1, routed_experts=8, groups=8, top_groups=8, top_k=8),
+        ModelSettings(carried_layers=1, routed_experts=36, groups=12, top_groups=3, top_k=4),
+        ModelSettings(carried_layers=1, routed_experts=130, groups=65, top_groups=9, top_k=3),
     ],
-    ids=["odd", "groups of one"],
+    ids=["odd", "groups of one", "twelve groups", "many groups"],
 )
 def test_other_gates_are_the_same_model_too(settings: ModelSettings) -> None:
     """The fingerprint holds a whole run."""
     plain = ExactBody(settings, compiled=False)
     compiled = ExactBody(settings)
+    own = states(90, "typical")
+    for mine, other in zip(
+        compiled.steps.gate(own, layer=0), plain.steps.gate(own, layer=0), strict=True
+    ):
+        assert np.array_equal(mine, other)
     assert compiled.fingerprint == plain.fingerprint
     assert compiled.draft_fingerprint == plain.draft_fingerprint
 
@@ -182,14 +211,15 @@ def test_arrays_of_other_layouts_are_taken() -> None:
     begun = FAST.merge(own, experts)
     assert np.array_equal(FAST.merge(thawed[::2], experts[::2]), begun[::2])
     kernels: list[Any] = [exact_kernels.read, exact_kernels.attend, exact_kernels_experts.expert]
-    kernels.append(exact_kernels_experts.merge)
-    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1, 1]
+    kernels += [exact_kernels_experts.merge, exact_kernels_experts.combine]
+    kernels.append(exact_kernels_gate.gate)
+    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1, 1, 1, 1]
 
 
 def test_the_kernels_cache_depends_on_all_their_sources() -> None:
     """numba looks at one file; a constant that changes in another must not run old code."""
     sources = set(exact_kernels.SOURCES)
-    needed = {"exact_kernels.py", "exact_kernels_experts.py"}
+    needed = {"exact_kernels.py", "exact_kernels_experts.py", "exact_kernels_gate.py"}
     for source in needed.copy():
         tree = ast.parse((Path(exact_kernels.__file__).parent / source).read_text())
         for node in ast.walk(tree):
