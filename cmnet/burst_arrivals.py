@@ -167,17 +167,17 @@ class BurstArrivals:
         repeat = self.repeats.get(kind)
         if repeat is None:
             return table, data
-        from cmnet.link import port_kernels as ports
+        from cmnet.link.copy_kernels import first_copies
 
         if data.shape[1] != repeat.carried_bytes:
             raise FrameError(f"messages of {data.shape[1]} bytes, not {repeat.carried_bytes}")
         if repeat.carried_bytes == repeat.data_bytes:
             return table, data
         first = np.empty((len(data), repeat.data_bytes), np.uint8)
-        wrong = ports.first_copies(data, np.array(repeat, np.int64), first)
+        wrong = first_copies(data, np.array(repeat, np.int64), first)
         if wrong >= 0:
             devices = self._fabric.machine.devices
-            names = [devices[table[wrong, at]].name for at in (ports.SOURCE, ports.TARGET)]
+            names = [devices[device].name for device in table[wrong, 4:6].tolist()]
             text = f"a copy in a message of {names[0]} to {names[1]} differs from the first"
             raise CorruptError(text, definite=True)
         return table.copy(), first

@@ -65,16 +65,14 @@ def _kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
 def _loaded(states: Any, at: int) -> Any:
     """A server of states [.., 8]: free, whole, rest, rate; and what the last size took at the last rate,
     since sizes seldom change and divisions are slow. As a tuple it stays in registers."""
-    return (
-        states[at, 0],
-        states[at, 1],
-        states[at, 2],
-        states[at, 3],
+    free_ps, whole_ps, rest, rate_bps = states[at, 0], states[at, 1], states[at, 2], states[at, 3]
+    last_bytes, last_bps, spent_ps, part = (
         states[at, 4],
         states[at, 5],
         states[at, 6],
         states[at, 7],
     )
+    return free_ps, whole_ps, rest, rate_bps, last_bytes, last_bps, spent_ps, part
 
 
 @_SHARED  # type: ignore[untyped-decorator]  # numba has no types
@@ -259,22 +257,17 @@ def serve_legs(
 
 @_kernel(I64, READ_TABLE, I64, I64, I64, I64, I64, LINE)
 def look(
-    table: Any,
-    messages: int,
-    ran_to_ps: int,
-    first_device: int,
-    devices: int,
-    sources: int,
-    found: Any,
+    table: Any, messages: int, ran_to_ps: int, first: int, devices: int, sources: int, found: Any
 ) -> Any:
-    """The first row that no sender of ours makes, -1 if there is none: a target that is not here, a
-    source that is nowhere, a size or rate beyond ``LIMIT`` or ``SECONDS_MAX``, a first byte before
-    ``ran_to_ps``. Of the rows, so many are messages and the others flags; ``found`` [4] gets the least
-    first byte of each, the greatest of flags, and how many flags are copies."""
+    """The first row that no sender of ours makes, -1 if there is none: a target that is not here (so many
+    ``devices`` from the ``first``), a source that is nowhere, a size or rate beyond ``LIMIT`` or
+    ``SECONDS_MAX``, a first byte before ``ran_to_ps``. Of the rows, so many are messages and the others
+    flags; ``found`` [4] gets the least first byte of each, the greatest of flags, and how many flags are
+    copies."""
     found[0] = found[1] = NEVER_PS
     found[2] = found[3] = 0
     for row in range(len(table)):
-        target, source = table[row, TARGET] - first_device, table[row, SOURCE]
+        target, source = table[row, TARGET] - first, table[row, SOURCE]
         bits, rate_bps = table[row, CHARGED] * 8, table[row, RATE]
         if not (0 <= target < devices and 0 <= source < sources):
             return row
@@ -485,31 +478,3 @@ def fill_frames(
                 for octet in range(tail):
                     octets[begin + octet] = data[row, lead + body + octet]
                 begin += tail
-
-
-@_kernel(I64, READ_DATA, LINE, types.Array(types.uint8, 2, "C"))
-def first_copies(data: Any, repeat: Any, first: Any) -> Any:
-    """Data [n, width] as it was before its parts were repeated, into ``first``; returns the number of
-    the first row of which a copy differs from the first, -1 if there is none."""
-    lead, body, copies = np.uint64(repeat[0]), np.uint64(repeat[1]), np.uint64(repeat[2])
-    tail, tail_copies = np.uint64(repeat[3]), np.uint64(repeat[4])
-    wrong = -1
-    for row in range(len(data)):
-        differs = np.uint8(0)
-        for octet in range(lead + body):
-            first[row, octet] = data[row, octet]
-        begin = lead + body
-        for _ in range(np.uint64(1), copies):
-            for octet in range(body):
-                differs |= data[row, begin + octet] ^ data[row, lead + octet]
-            begin += body
-        for octet in range(tail):
-            first[row, lead + body + octet] = data[row, begin + octet]
-        last = begin + tail
-        for _ in range(np.uint64(1), tail_copies):
-            for octet in range(tail):
-                differs |= data[row, last + octet] ^ data[row, begin + octet]
-            last += tail
-        if differs and wrong < 0:
-            wrong = row
-    return wrong
