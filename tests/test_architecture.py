@@ -60,6 +60,7 @@ PURE = (
     "nodes/moe/arrivals.py",
     "nodes/moe/buffers.py",
     "nodes/moe/eplb.py",
+    "nodes/moe/kernels.py",
     "nodes/moe/layout.py",
     "nodes/moe/moving.py",
     "nodes/moe/operators.py",

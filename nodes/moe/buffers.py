@@ -17,6 +17,7 @@ import numpy as np
 from cmnet.errors import CorruptError
 from cmnet.units import NEVER_PS, format_ps
 from nodes.model.body import I64
+from nodes.moe import kernels
 from nodes.settings import ModelSettings
 
 UNIT_BYTES = 512
@@ -57,15 +58,13 @@ class Buffer:
     def write(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Messages reach these slots at these instants. CorruptError where one is not taken yet."""
         busy_ps = self._busy_until_ps
-        outside = np.flatnonzero((slots < 0) | (slots >= busy_ps.shape[1]))
-        if len(outside):
-            raise CorruptError(f"{self._name} slot {slots[outside[0]]} is outside", definite=True)
-        flat = ranks * busy_ps.shape[1] + slots
-        late = busy_ps.ravel().take(flat) > at_ps
-        if late.any():
-            index = int(np.flatnonzero(late)[0])
-            raise overwritten(self._name, int(ranks[index]), int(slots[index]), int(at_ps[index]))
-        busy_ps.reshape(-1)[flat] = NEVER_PS
+        wrong = kernels.first_busy(ranks, slots, at_ps, busy_ps)
+        if wrong >= 0:
+            slot = int(slots[wrong])
+            if not 0 <= slot < busy_ps.shape[1]:
+                raise CorruptError(f"{self._name} slot {slot} is outside", definite=True)
+            raise overwritten(self._name, int(ranks[wrong]), slot, int(at_ps[wrong]))
+        kernels.fill(ranks, slots, NEVER_PS, busy_ps)
 
     def take(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Their reader is done with them at these instants."""

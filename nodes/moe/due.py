@@ -15,12 +15,15 @@ apart as those delay or slow them. What is known late is due at once, and counte
 from __future__ import annotations
 
 import asyncio
-from typing import Generic, TypeVar
+import operator
+from typing import Any, Generic, TypeVar
 
 from cmnet.units import NEVER_PS
 from cmnet.vtime.loop import VirtualLoop
 
 T = TypeVar("T")
+
+_instant: Any = operator.itemgetter(0)
 
 
 class Due(Generic[T]):
@@ -39,14 +42,26 @@ class Due(Generic[T]):
 
     def add(self, at_ps: int, item: T) -> None:
         """An instant that has passed is now, and ``late``."""
-        late_ps = self._loop.now_ps - at_ps
-        if late_ps > 0:
-            self.late += 1
-            self.late_ps_max = max(self.late_ps_max, late_ps)
-            at_ps = self._loop.now_ps
-        self._items.append((at_ps, item))
-        if self._waiter is not None and at_ps < self._timer_ps:
-            self._arm(at_ps)
+        self.add_all([(at_ps, item)])
+
+    def add_all(self, items: list[tuple[int, T]]) -> None:
+        """As ``add``, one after the other."""
+        now_ps = self._loop.now_ps
+        first_ps = min([at_ps for at_ps, _ in items], default=NEVER_PS)
+        if first_ps < now_ps:
+            items = [self._in_time(at_ps, item, now_ps) for at_ps, item in items]
+            first_ps = now_ps
+        self._items += items
+        if self._waiter is not None and first_ps < self._timer_ps:
+            self._arm(first_ps)
+
+    def _in_time(self, at_ps: int, item: T, now_ps: int) -> tuple[int, T]:
+        late_ps = now_ps - at_ps
+        if late_ps <= 0:
+            return at_ps, item
+        self.late += 1
+        self.late_ps_max = max(self.late_ps_max, late_ps)
+        return now_ps, item
 
     async def take(self) -> list[tuple[int, T]]:
         """Wait for the first that is due; returns all that are known by then, in order of instants
@@ -61,7 +76,7 @@ class Due(Generic[T]):
         finally:
             self._waiter = None
             self._disarm()
-        items = sorted(self._items, key=lambda item: item[0])
+        items = sorted(self._items, key=_instant)
         self._items = []
         return items
 

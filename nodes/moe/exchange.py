@@ -44,7 +44,7 @@ from nodes.moe.layer import (
     Wrong,
     ignore,
 )
-from nodes.moe.layout import Outgoing, ResultRows, TokenRows, Tokens
+from nodes.moe.layout import U8, Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg, Writes
 from nodes.moe.table import Table, check_held, table
@@ -89,11 +89,15 @@ class Exchange:
         """Messages of a token: to its routed experts and to the shared one."""
         self._rank_of: I64 = np.full(len(machine.devices), -1, dtype=np.int64)
         self._rank_of[self._devices] = np.arange(len(devices))
+        self._local_of = self._rank_of - self.first
         self._operators, self._timeout_ps = operators, timeout_ps
         self._writer = Writer(context, self._devices, engine=engine)
         self._shared_buffer = shared_buffer
         self._group: Group | None = None
         self._begun: Group | None = None  # a rank that is gone for us may be there for others
+        self._sources: Bools = np.zeros(0, dtype=np.bool_)
+        """[ep_size] of the group; not written to: arrivals share it."""
+        self._experts = self._sources
         self._buffers: dict[str, Any] = {}
         self._shape = (0, 0)
         """Slots of one source at a rank's dispatch buffer, slots of a rank's combine buffer."""
@@ -119,7 +123,8 @@ class Exchange:
 
     def begin(self, epoch: int, step: int, group: Group) -> None:
         """A step begins here: those before it are over, wherever they were."""
-        self._step, self._group, self._begun = (epoch, step), group, group
+        self._step, self._begun = (epoch, step), group
+        self._set_group(group)
         over = [key for key in self._layers if key[:2] < self._step]
         given_up = any(self._layers[key].given_up() for key in over)
         for key in over:
@@ -131,6 +136,12 @@ class Exchange:
                 for rows in layer.arrivals["dispatch"].rows:
                     self._check_rows(key, rows)
         self._expect_anew()
+
+    def _set_group(self, group: Group) -> None:
+        self._group = group
+        self._sources, self._experts = np.zeros((2, len(self._devices)), dtype=np.bool_)
+        self._sources[group.sources] = True
+        self._experts[group.experts] = True
 
     def end(self, key: Key) -> None:
         """Nothing more is wanted of this layer; what still comes for it is ignored."""
@@ -185,25 +196,21 @@ class Exchange:
         layer.timers[phase] = self._loop.call_at_ps(at_ps, self._late, key, layer, phase)
 
     def _expect(self, phase: Phase, arrivals: Arrivals) -> None:
-        group = self._group
-        assert group is not None
-        expected: Bools = np.zeros(len(self._devices), dtype=np.bool_)
-        expected[group.experts if phase == "combine" else group.sources] = True
-        arrivals.expected = expected
+        arrivals.expected = self._experts if phase == "combine" else self._sources
         if phase != "combine":  # of a combine, those that dispatched
-            local = group.experts[(group.experts >= self.first)] - self.first
-            arrivals.wanted[local[local < self.ranks]] = True
+            arrivals.wanted |= self._experts[self.first : self.first + self.ranks]
 
     def _check(self, key: Key, layer: Layer, phase: Phase) -> None:
         """Say which ranks have become complete."""
         arrivals = layer.arrivals[phase]
         ranks = arrivals.newly_complete()
-        if ranks and arrivals.done[arrivals.wanted].all():
+        if not ranks:
+            return
+        if not (arrivals.wanted > arrivals.done).any():
             layer.timers[phase].cancel()
             self._samples.add(phase, arrivals)
-        if ranks:
-            done_ps = np.maximum(arrivals.last_ps[ranks], self._expected_ps).tolist()
-            self._tell(key, layer, phase, dict(zip(ranks, done_ps)))
+        done_ps = np.maximum(arrivals.last_ps.take(ranks), self._expected_ps).tolist()
+        self._tell(key, layer, phase, dict(zip(ranks, done_ps)))
 
     def statistics(self) -> dict[str, Any]:
         """For the report."""
@@ -225,11 +232,13 @@ class Exchange:
         group = self._group
         assert group is not None
         gone = np.array(sorted(dead), dtype=np.int64)
-        self._group = msgspec.structs.replace(
-            group,
-            sources=np.setdiff1d(group.sources, gone),
-            experts=np.setdiff1d(group.experts, gone),
-            placements=tuple(placement.without(each, dead=dead) for each in group.placements),
+        self._set_group(
+            msgspec.structs.replace(
+                group,
+                sources=np.setdiff1d(group.sources, gone),
+                experts=np.setdiff1d(group.experts, gone),
+                placements=tuple(placement.without(each, dead=dead) for each in group.placements),
+            )
         )
         self._expect_anew()
 
@@ -297,7 +306,7 @@ class Exchange:
         if self._operators.unfused:
             for rank in legs:
                 layer.unsent[rank] = tokens.chosen(np.flatnonzero(tokens.ranks == rank))
-            await self._burst(key, "count", sending.NOTHING, flags)
+            await self._burst(key, "count", legs, sending.nothing(), flags)
         else:
             await self._write_tokens(key, tokens, rows, legs, flags)
         return sending.rows_sent(rows, legs, ep_size=len(self._devices))
@@ -326,7 +335,7 @@ class Exchange:
         )
         if len(ready_ps):
             self._take_tokens(key, mine, ready_ps)
-        await self._burst(key, "dispatch", writes, flags)
+        await self._burst(key, "dispatch", legs, writes, flags)
 
     def _send_counted(self, key: Key, layer: Layer, done_ps: dict[int, int]) -> None:
         """Unfused: the counts of all are here, so these ranks' tokens go out."""
@@ -361,9 +370,9 @@ class Exchange:
 
     # --- expert side ------------------------------------------------------------------------------
 
-    def rows_by_expert(self, key: Key) -> I64:
-        """[local ranks, experts] of the rows that have come."""
-        return self._layers[key].by_expert
+    def counts(self, key: Key) -> list[tuple[int, int]]:
+        """[local ranks] rows that have come, and the experts that they are for."""
+        return self._layers[key].counts()
 
     def rows(self, key: Key, read_ps: dict[int, int]) -> TokenRows:
         """Rows for the experts of these local ranks, each read at its instant, by rank, expert, source
@@ -395,35 +404,36 @@ class Exchange:
         )
         if len(ready_ps):
             self._take_results(key, mine, ready_ps)
-        await self._burst(key, "combine", writes, flags)
+        await self._burst(key, "combine", legs, writes, flags)
 
     # --- links ------------------------------------------------------------------------------------
 
-    async def _burst(self, key: Key, phase: Phase, writes: Writes, flags: Writes) -> None:
+    async def _burst(
+        self, key: Key, phase: Phase, legs: dict[int, Leg], writes: Writes, flags: Writes
+    ) -> None:
         """Write, and set flags behind, a rank's own among them: it is not done before it has written."""
 
         def lost(indices: I64) -> None:
             self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())
 
-        await self._writer.burst(KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
+        ranks = list(legs) if len(flags.targets) else []
+        await self._writer.burst(ranks, KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
 
-    def _announced(self, phase: Phase, head: bytes, sources: I64, targets: I64) -> bool:
+    def _announced(self, phase: Phase, head: bytes, _: I64, targets: I64) -> bool:
         """Flags come: whether a rank may now be complete. Until then nothing needs handling."""
         key = _HEAD.unpack(head)
         layer = self._open(key)
         if layer is None:
             return False
-        local = self._rank_of[targets] - self.first
-        return self._arrivals(key, layer, phase).announce(local, self._rank_of[sources])
+        return self._arrivals(key, layer, phase).announce(self._local_of.take(targets))
 
     def _came(self, phase: Phase, bundle: Bundle) -> None:
         key = _HEAD.unpack(bundle.head)
-        targets, sources = self._rank_of[bundle.targets], self._rank_of[bundle.sources]
+        targets, sources = self._rank_of.take(bundle.targets), self._rank_of.take(bundle.sources)
         at_ps, data = bundle.delivered_ps, bundle.data
         try:
             if bundle.flags:
-                flags = Writes(sources, targets, bundle.charged_bytes, at_ps, data)
-                self._take_flags(key, phase, flags)
+                self._take_flags(key, phase, targets, sources, at_ps, data)
             elif phase == "dispatch":
                 self._take_tokens(key, layout.unpack_tokens(targets, sources, data), at_ps)
             else:
@@ -468,18 +478,16 @@ class Exchange:
         arrivals.add_rows(local, rows.sources, at_ps, None)
         self._check(key, layer, "combine")
 
-    def _take_flags(self, key: Key, phase: Phase, flags: Writes) -> None:
+    def _take_flags(
+        self, key: Key, phase: Phase, targets: I64, sources: I64, at_ps: I64, data: U8
+    ) -> None:
         layer = self._open(key)
-        if layer is None or not len(flags.sources):
+        if layer is None or not len(sources):
             return
-        began_ps, counts = layout.unpack_flags(flags.data)
+        began_ps, counts = layout.unpack_flags(data)
         total = counts.sum(axis=1) if phase != "count" else np.zeros(len(counts), dtype=np.int64)
         self._arrivals(key, layer, phase).add_flags(
-            flags.targets - self.first,
-            flags.sources,
-            at_ps=flags.ready_ps,
-            counts=total,
-            began_ps=began_ps,
+            targets - self.first, sources, at_ps=at_ps, counts=total, began_ps=began_ps
         )
         self._check(key, layer, phase)
 

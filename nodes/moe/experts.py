@@ -6,6 +6,7 @@ cost of computation (the caller's function). Ranks of one node are computed toge
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +56,8 @@ class Experts:
     ) -> None:
         self._exchange, self._body, self._touch = exchange, body, touch
         self._operators, self._expert_ps, self._layer_of = operators, expert_ps, layer_of
+        self._start_ps = operators.combine_start_ps
+        self._times_ps = functools.lru_cache(maxsize=4096)(self._count_times_ps)
         self._due: Due[Served] = Due(loop)
         self.hold_ps: Callable[[Key, int], int] | None = None
         """When a rank's combine begins whose experts are done at an instant, if not then."""
@@ -63,25 +66,21 @@ class Experts:
         exchange.on_dispatched = self._dispatched
 
     def _dispatched(self, key: Key, done_ps: dict[int, int]) -> None:
-        counts = self._exchange.rows_by_expert(key)
-        every_rows = counts.sum(axis=1).tolist()
-        every_experts = np.count_nonzero(counts, axis=1).tolist()
-        start_ps = self._operators.combine_start_ps
-        times: dict[tuple[int, int], tuple[int, int]] = {}
+        counts, first, start_ps = self._exchange.counts(key), self._exchange.first, self._start_ps
+        lot = []
         for rank, at_ps in done_ps.items():
-            local = rank - self._exchange.first
-            rows, experts = every_rows[local], every_experts[local]
-            if (rows, experts) not in times:  # many ranks have none
-                taken_ps = self._expert_ps(rows=rows, experts=experts)
-                times[rows, experts] = self._operators.reorder_ps(rows), taken_ps
-            reorder_ps, taken_ps = times[rows, experts]
+            count = counts[rank - first]
+            reorder_ps, taken_ps = self._times_ps(*count)
             read_ps = at_ps + reorder_ps
-            served = Served(key, rank, rows, read_ps, read_ps + taken_ps)
+            began_ps = read_ps + taken_ps
             if self.hold_ps is not None:
-                served = served._replace(
-                    combine_began_ps=self.hold_ps(key, served.combine_began_ps)
-                )
-            self._due.add(served.combine_began_ps + start_ps, served)
+                began_ps = self.hold_ps(key, began_ps)
+            lot.append((began_ps + start_ps, Served(key, rank, count[0], read_ps, began_ps)))
+        self._due.add_all(lot)
+
+    def _count_times_ps(self, rows: int, experts: int) -> tuple[int, int]:
+        """Of the reordering, and of the experts; many ranks have the same rows, or none."""
+        return self._operators.reorder_ps(rows), self._expert_ps(rows=rows, experts=experts)
 
     def statistics(self) -> dict[str, int]:
         """Of combines that were known late, see ``due``."""

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from cmnet.errors import CorruptError
+from cmnet.units import NEVER_PS
 from nodes.model.body import I64, U64
-from nodes.moe import layout
+from nodes.moe import kernels, layout
 from nodes.moe.arrivals import Arrivals, Bools
 from nodes.moe.layout import TokenRows, Tokens
 from nodes.moe.placement import Placement
@@ -60,8 +61,10 @@ class Layer:
     """One layer of one step at this node. Local ranks count from 0."""
 
     __slots__ = (
+        "_by_expert",
+        "_experts",
+        "_ranks",
         "arrivals",
-        "by_expert",
         "filled",
         "results",
         "timers",
@@ -73,10 +76,11 @@ class Layer:
         """``experts``: the shared one included."""
         self.arrivals: dict[Phase, Arrivals] = {}
         self.timers: dict[Phase, Any] = {}
-        self.by_expert: I64 = np.zeros((ranks, experts), dtype=np.int64)
-        """[local ranks, experts] rows that came."""
+        self._ranks, self._experts = ranks, experts
+        self._by_expert: I64 | None = None
+        """[local ranks, experts] rows that came, if any did."""
         self.results: U64 = np.empty((0, 0, 0, 0), dtype=np.uint64)
-        """[local ranks, batch, slots, words], once a rank has dispatched"""
+        """[local ranks, batch, slots, words], once a rank has dispatched; anything where not ``filled``"""
         self.filled: Bools = np.empty((0, 0, 0), dtype=np.bool_)
         self.unread: set[int] = set()
         """Ranks that dispatched and have not read their results."""
@@ -92,28 +96,34 @@ class Layer:
     def await_results(self, *, batch: int, slots: int, words: int) -> None:
         """Room for the results of all local ranks' tokens."""
         if not self.filled.size:
-            ranks = len(self.by_expert)
-            self.results = np.zeros((ranks, batch, slots, words), dtype=np.uint64)
-            self.filled = np.zeros((ranks, batch, slots), dtype=np.bool_)
+            self.results = np.empty((self._ranks, batch, slots, words), dtype=np.uint64)
+            self.filled = np.zeros((self._ranks, batch, slots), dtype=np.bool_)
 
     def count_rows(self, local: I64, experts: I64) -> None:
         """Rows [n] for experts of local ranks came."""
-        flat = local * self.by_expert.shape[1] + experts
-        counts = np.bincount(flat, minlength=self.by_expert.size)
-        self.by_expert += counts.reshape(self.by_expert.shape)
+        flat = local * self._experts + experts
+        counts = np.bincount(flat, minlength=self._ranks * self._experts)
+        counts = counts.reshape(self._ranks, self._experts)
+        self._by_expert = counts if self._by_expert is None else self._by_expert + counts
+
+    def counts(self) -> list[tuple[int, int]]:
+        """[local ranks] rows that came, and the experts that they are for."""
+        if self._by_expert is None:
+            return [(0, 0)] * self._ranks
+        rows, experts = self._by_expert.sum(axis=1), np.count_nonzero(self._by_expert, axis=1)
+        return list(zip(rows.tolist(), experts.tolist(), strict=True))
 
     def take_rows(self, at_ps: I64, *, first: int, vector_words: int) -> TokenRows:
         """Rows for the experts of those local ranks [ranks] whose instant is not -1, by rank, expert,
         source and slot; they are kept no longer. ``first``: the first local rank."""
         arrivals = self.arrivals["dispatch"]
-        rows = layout.joined(arrivals.rows, vector_words)
-        arrivals.rows = []
+        parts, arrivals.rows = arrivals.rows, []
         if at_ps.min() < 0:
+            rows = layout.joined(parts, vector_words)
             chosen = at_ps.take(rows.targets - first) >= 0
             arrivals.rows = [rows.chosen(np.flatnonzero(~chosen))]
-            rows = rows.chosen(np.flatnonzero(chosen))
-        order = layout.order_by(rows.targets - first, rows.experts, rows.sources, rows.slots)
-        return rows.chosen(order)
+            parts = [rows.chosen(np.flatnonzero(chosen))]
+        return layout.sorted_rows(parts, vector_words, first=first)
 
     def refuse_rows(self, *, first: int, vector_words: int) -> TokenRows:
         """Take out, and return, the rows of sources that did not all come: their tokens are lost here."""
@@ -122,21 +132,27 @@ class Layer:
         refused = arrivals.missing()[rows.targets - first, rows.sources]
         arrivals.rows = [rows.chosen(np.flatnonzero(~refused))]
         rows = rows.chosen(np.flatnonzero(refused))
-        np.subtract.at(self.by_expert, (rows.targets - first, rows.experts), 1)
+        if self._by_expert is not None:
+            np.subtract.at(self._by_expert, (rows.targets - first, rows.experts), 1)
         return rows
 
     def put_results(self, local: I64, slots: I64, results: U64) -> None:
         """Results [n, words] came for the slots (token, k) of local ranks."""
         flat = local * self.filled[0].size + slots
-        self.results.reshape(self.filled.size, -1)[flat] = results
+        kernels.put(results, flat, self.results.reshape(self.filled.size, -1))
         self.filled.reshape(-1)[flat] = True
 
     def results_of(self, local: I64, numbers: I64) -> tuple[U64, Bools]:
-        """Results [n, slots, words] of tokens [n] of local ranks, and which are here [n, slots]."""
+        """Results [n, slots, words] of tokens [n] of local ranks, and which are here [n, slots]; to be
+        read only."""
         ranks, batch, slots = self.filled.shape
-        flat = local * batch + numbers
-        results = self.results.reshape(ranks * batch, slots, -1).take(flat, axis=0)
-        return results, self.filled.reshape(-1, slots).take(flat, axis=0)
+        flat, count = local * batch + numbers, len(numbers)
+        results = self.results.reshape(ranks * batch, slots, -1)
+        filled = self.filled.reshape(-1, slots)
+        if count and (flat == np.arange(flat[0], flat[0] + count)).all():
+            some = slice(int(flat[0]), int(flat[0]) + count)  # no copy of what lies together
+            return results[some], filled[some]
+        return results.take(flat, axis=0), filled.take(flat, axis=0)
 
 
 class Samples:
@@ -147,10 +163,11 @@ class Samples:
 
     def add(self, phase: Phase, arrivals: Arrivals) -> None:
         """All local ranks are complete."""
-        began_ps = arrivals.began_ps[arrivals.began_ps >= 0]
-        if phase in self._ps and len(began_ps):
-            last_ps = arrivals.last_ps[arrivals.wanted].max()
-            self._ps[phase].append(int(last_ps - began_ps.min()))
+        began_ps = arrivals.began_ps
+        first_ps = int(began_ps.min(where=began_ps >= 0, initial=NEVER_PS))
+        if phase in self._ps and first_ps < NEVER_PS:
+            last_ps = int(arrivals.last_ps.max(where=arrivals.wanted, initial=0))
+            self._ps[phase].append(last_ps - first_ps)
 
     def statistics(self) -> dict[str, list[int]]:
         """In ps."""

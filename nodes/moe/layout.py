@@ -12,6 +12,7 @@ begin with expert 0: a convoy worth 40 to 50 us at EP 256.) Does not own when (`
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from cmnet.messages import Repeat
 from nodes.model.body import I64, U64
 from nodes.model.tiles import Tiling
+from nodes.moe import kernels
 
 U8 = npt.NDArray[np.uint8]
 
@@ -137,9 +139,8 @@ class ResultRows(NamedTuple):
 def pack_tokens(rows: Outgoing, vectors: U64) -> U8:
     """Token messages [n, bytes] of rows whose tokens have these vectors."""
     data = np.empty((len(rows.of), TOKEN_WORDS + vectors.shape[1]), dtype="<u8")
-    data[:, 0] = rows.experts | rows.slots << 32
-    data[:, 1] = rows.tokens | rows.k << 32
-    data[:, TOKEN_WORDS:] = vectors.take(rows.of, axis=0)
+    leads = np.stack([rows.experts | rows.slots << 32, rows.tokens | rows.k << 32], axis=1)
+    kernels.pack(leads, np.ascontiguousarray(vectors), rows.of, data)
     return data.view(np.uint8)
 
 
@@ -157,11 +158,11 @@ def unpack_tokens(targets: I64, sources: I64, data: U8) -> TokenRows:
     )
 
 
-def pack_results(tokens: I64, k: I64, results: U64) -> U8:
-    """Result messages [n, bytes]."""
+def pack_results(tokens: I64, k: I64, results: U64, of: I64) -> U8:
+    """Result messages [n, bytes]; ``of`` [n]: which of the results."""
     data = np.empty((len(tokens), RESULT_WORDS + results.shape[1]), dtype="<u8")
-    data[:, 0] = tokens | k << 32
-    data[:, RESULT_WORDS:] = results
+    leads = (tokens | k << 32).reshape(-1, RESULT_WORDS)
+    kernels.pack(leads, np.ascontiguousarray(results), of, data)
     return data.view(np.uint8)
 
 
@@ -177,20 +178,25 @@ def unpack_results(targets: I64, sources: I64, data: U8) -> ResultRows:
     )
 
 
+@functools.cache
+def _flag_type(counts: int) -> np.dtype[np.void]:
+    return np.dtype([("began", "<i8"), ("counts", "<u4", (counts,))])
+
+
 def pack_flags(began_ps: I64, counts: I64) -> U8:
     """Flag messages [n, bytes] with counts [n, m]."""
-    data = np.empty((len(began_ps), BEGAN_BYTES + 4 * counts.shape[1]), dtype=np.uint8)
-    data[:, :BEGAN_BYTES] = began_ps.astype("<i8").view(np.uint8).reshape(-1, BEGAN_BYTES)
-    small = np.ascontiguousarray(counts, dtype="<u4")
-    data[:, BEGAN_BYTES:] = small.view(np.uint8).reshape(len(counts), 4 * counts.shape[1])
-    return data
+    kind = _flag_type(counts.shape[1])
+    fields = np.empty(len(began_ps), dtype=kind)
+    fields["began"] = began_ps
+    fields["counts"] = counts
+    return fields.view(np.uint8).reshape(len(fields), kind.itemsize)
 
 
 def unpack_flags(data: U8) -> tuple[I64, I64]:
     """(when the operators began [n], counts [n, m]) of flag messages."""
-    began = np.ascontiguousarray(data[:, :BEGAN_BYTES]).view("<i8")[:, 0].astype(np.int64)
-    counts = np.ascontiguousarray(data[:, BEGAN_BYTES:]).view("<u4").astype(np.int64)
-    return began, counts
+    kind = _flag_type((data.shape[1] - BEGAN_BYTES) // 4)
+    fields = np.ascontiguousarray(data).view(kind)[:, 0]
+    return fields["began"].astype(np.int64), fields["counts"].astype(np.int64)
 
 
 def joined(parts: list[TokenRows], vector_words: int) -> TokenRows:
@@ -200,6 +206,33 @@ def joined(parts: list[TokenRows], vector_words: int) -> TokenRows:
     return no_rows(vector_words)
 
 
+def sorted_rows(parts: list[TokenRows], vector_words: int, *, first: int) -> TokenRows:
+    """All rows of some lots by target, expert, source and slot. ``first``: the least target."""
+    if not parts:
+        return no_rows(vector_words)
+    targets, sources, slots, experts, tokens, k = [
+        np.concatenate(column) for column in list(zip(*parts, strict=True))[:6]
+    ]
+    order = order_by(targets - first, experts, sources, slots)
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = np.arange(len(order))
+    vectors, begin = np.empty((len(order), vector_words), dtype=np.uint64), 0
+    for part in parts:
+        end = begin + len(part.vectors)
+        kernels.put(part.vectors, places[begin:end], vectors)
+        begin = end
+    return TokenRows(
+        targets=targets.take(order),
+        sources=sources.take(order),
+        slots=slots.take(order),
+        experts=experts.take(order),
+        tokens=tokens.take(order),
+        k=k.take(order),
+        vectors=vectors,
+    )
+
+
+@functools.cache
 def no_rows(vector_words: int) -> TokenRows:
     """Nothing came."""
     none = np.empty(0, dtype=np.int64)
@@ -209,29 +242,21 @@ def no_rows(vector_words: int) -> TokenRows:
 
 def order_by(*keys: I64) -> I64:
     """The stable order of rows [n] by the first key, equal ones by the second, and so on. No key is
-    negative; those below 2^16 are sorted by their digits: many times faster than ``lexsort``."""
-    order: I64 | None = None
-    for key in reversed(keys):
-        if order is not None:
-            key = key.take(order)
-        assert not len(key) or key.min() >= 0, "a negative key"
-        small = key.astype(np.uint16) if len(key) and key.max() < 1 << 16 else key
-        step = np.argsort(small, kind="stable")
-        order = step if order is None else order.take(step)
-    assert order is not None, "no key"
+    negative."""
+    joined = np.empty(len(keys[0]), dtype=np.int64)
+    bits = kernels.join_keys(np.array(keys), joined)
+    assert bits >= 0, "a negative key"
+    if bits > kernels.KEY_BITS_MAX:
+        return np.lexsort(keys[::-1])
+    order: I64 = kernels.order(joined, bits)
     return order
 
 
 def running_index(groups: I64) -> I64:
-    """How many earlier entries [n] are of the same group, entry by entry."""
-    if not len(groups):
-        return np.empty(0, dtype=np.int64)
-    order = order_by(groups)
-    ordered = groups.take(order)
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    lengths = np.diff(np.r_[starts, len(groups)])
-    index = np.empty(len(groups), dtype=np.int64)
-    index[order] = np.arange(len(groups)) - np.repeat(starts, lengths)
+    """How many earlier entries [n] are of the same group, entry by entry. No group is negative."""
+    assert groups.min(initial=0) >= 0, "a negative group"
+    groups = np.ascontiguousarray(groups, dtype=np.int64)
+    index: I64 = kernels.running_index(groups, int(groups.max(initial=-1)) + 1)
     return index
 
 

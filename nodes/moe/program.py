@@ -231,7 +231,8 @@ class MoeNode:
         body, layer = self._body, key[2]
         ranks = [self._ranks[ready.rank] for ready in lot]
         states = np.concatenate([rank.states for rank in ranks])
-        of_rank = np.repeat([ready.rank for ready in lot], [len(rank.states) for rank in ranks])
+        counts = [len(rank.states) for rank in ranks]
+        of_rank = np.repeat([ready.rank for ready in lot], counts)
         gate = body.gate(states, layer=layer)
         if self._passes is not None:
             self._passes.count(layer, gate.experts)
@@ -242,9 +243,9 @@ class MoeNode:
             vectors=body.dispatch(states),
         )
         legs = {}
-        for ready in lot:
-            rank = self._ranks[ready.rank]
-            rank.weights = gate.weights[of_rank == ready.rank]
+        edges = list(itertools.accumulate(counts, initial=0))
+        for ready, rank, begin, end in zip(lot, ranks, edges[:-1], edges[1:], strict=True):
+            rank.weights = gate.weights[begin:end]
             rank.began_ps = ready.begins_ps
             first_ps = ready.begins_ps + self._operators.dispatch_start_ps
             legs[ready.rank] = Leg(ready.begins_ps, max(first_ps, self._loop.now_ps))
@@ -298,28 +299,25 @@ class MoeNode:
         self._exchange.results_read(key, {ready.rank: ready.read_ps for ready in lot})
         whole = np.flatnonzero(filled.all(axis=1))
         states = self._combine(ranks, results, whole, key[2])
+        seals = self._body.seals(states).astype("<u8")
         edges = np.searchsorted(whole, np.cumsum([0, *counts]))
         lines = []
         for ready, rank, begin, end in zip(lot, ranks, edges[:-1], edges[1:], strict=True):
             if end - begin < len(rank.index):
                 self._say_lost(key, ready.rank, len(rank.index) - (end - begin))
             rank.index, rank.states = numbers[whole[begin:end]], states[begin:end]
-            lines.append(self._line(key, ready))
+            lines.append(self._line(key, ready, seals[begin:end].tobytes()))
         self._write(lines)
-        if all(self._is_past(key, rank) for rank in self._local):
+        if self._exchange.arrivals(key, "combine").done.all():
             self._exchange.end((0, key[1], key[2] - 1))
-
-    def _is_past(self, key: Key, rank: int) -> bool:
-        arrivals = self._exchange.arrivals(key, "combine")
-        return bool(arrivals.done[rank - self._exchange.first])
 
     def _combine(self, ranks: list[_Rank], results: U64, whole: I64, layer: int) -> Array:
         """States of the tokens ``whole`` [n], of those of all these ranks, after the layer."""
         top_k, words = self._job.model.top_k, self._body.result_words
-        states = np.concatenate([rank.states for rank in ranks])[whole]
-        weights = np.concatenate([rank.weights for rank in ranks])[whole]
+        states = np.concatenate([rank.states for rank in ranks])
+        weights = np.concatenate([rank.weights for rank in ranks])
         if len(whole) < len(results):
-            results = results[whole]
+            states, weights, results = states[whole], weights[whole], results[whole]
         routed = self._touch("results", results[:, :top_k].reshape(len(results) * top_k, words))
         slots = self._touch("slots", np.arange(top_k))
         routed = routed.reshape(len(results), top_k, words)
@@ -387,11 +385,11 @@ class MoeNode:
     def _served_one(self, served: Served) -> None:
         self._served[served.key, served.rank] = served
 
-    def _line(self, key: Key, ready: Ready) -> RankLayer:
+    def _line(self, key: Key, ready: Ready, seals: bytes) -> RankLayer:
         rank, local = self._ranks[ready.rank], ready.rank - self._exchange.first
         served = self._served.pop((key, ready.rank), None)
         flags = {
-            phase: self._exchange.arrivals(key, phase).flags_ps[local].astype("<i8").tobytes()
+            phase: self._exchange.arrivals(key, phase).flags_ps[local].astype("<i8", copy=False)
             for phase in ("dispatch", "combine")
         }
         return RankLayer(
@@ -400,14 +398,14 @@ class MoeNode:
             rank=ready.rank,
             tokens=self._job.counts[ready.rank],
             index=rank.index.astype("<i4").tobytes(),
-            seals=self._body.seals(rank.states).astype("<u8").tobytes(),
+            seals=seals,
             began_ps=rank.began_ps,
             dispatched_ps=-1 if served is None else served.dispatched_ps,
             rows=0 if served is None else served.rows,
             combine_began_ps=-1 if served is None else served.combine_began_ps,
             combined_ps=ready.read_ps,
-            dispatch_flags_ps=flags["dispatch"],
-            combine_flags_ps=flags["combine"],
+            dispatch_flags_ps=flags["dispatch"].tobytes(),
+            combine_flags_ps=flags["combine"].tobytes(),
             sent_rows=rank.sent.astype("<i4").tobytes(),
             stage=self._stage(),
             error="; ".join(self._errors.pop((key, ready.rank), [])),

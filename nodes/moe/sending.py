@@ -5,6 +5,7 @@ Owns the order of messages and which slot each goes to. Does not own bytes (``la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,9 +44,11 @@ class Writes(NamedTuple):
         )
 
 
-_NONE = np.empty(0, dtype=np.int64)
-NOTHING = Writes(_NONE, _NONE, _NONE, _NONE, np.empty((0, 0), dtype=np.uint8))
-"""No messages."""
+@functools.cache
+def nothing(width: int = 0) -> Writes:
+    """No messages, of so many bytes each."""
+    none = np.empty(0, dtype=np.int64)
+    return Writes(none, none, none, none, np.empty((0, width), dtype=np.uint8))
 
 
 def token_rows(
@@ -116,7 +119,7 @@ def result_writes(
     number of rows: when each may be written, from the first copy on."""
     if not len(rows.tokens):
         mine = ResultRows(rows.sources, rows.targets, rows.tokens, rows.k, results)
-        return mine, rows.tokens, NOTHING._replace(data=layout.pack_results(*mine[2:]))
+        return mine, rows.tokens, nothing(8 * (layout.RESULT_WORDS + results.shape[1]))
     order = result_order(rows)
     sources, targets = rows.sources.take(order), rows.targets.take(order)
     tokens, k = rows.tokens.take(order), rows.k.take(order)
@@ -132,13 +135,12 @@ def result_writes(
         k=k.take(own),
         results=results.take(order.take(own), axis=0),
     )
-    leaving = results.take(order.take(away), axis=0)
     writes = Writes(
         sources=targets.take(away),
         targets=sources.take(away),
         charged_bytes=np.full(len(away), charged_bytes, dtype=np.int64),
         ready_ps=ready_ps.take(away),
-        data=layout.pack_results(tokens.take(away), k.take(away), leaving),
+        data=layout.pack_results(tokens.take(away), k.take(away), results, order.take(away)),
     )
     return mine, ready_ps.take(own), writes
 
@@ -147,41 +149,55 @@ def dispatch_flags(
     rows: Outgoing, legs: dict[int, Leg], experts: I64, held: Table, *, flag_bytes: int
 ) -> Writes:
     """A flag of each leg to each rank with experts, with a count for each of its experts."""
-    ep_size = len(held.shared)
-    slot = held.local_slot.ravel().take(rows.targets * held.local_slot.shape[1] + rows.experts)
-    flat = (
-        _leg_of(legs, ep_size=ep_size).take(rows.sources) * ep_size + rows.targets
-    ) * held.slots + slot
-    counts = np.bincount(flat, minlength=len(legs) * ep_size * held.slots)
-    per_target = counts.reshape(len(legs), ep_size, held.slots)[:, experts]
-    charged = flag_bytes * np.maximum(held.written[experts], 1)
-    return _flags(legs, experts, per_target.reshape(-1, held.slots), charged)
+    ep_size, counts = len(held.shared), None
+    if len(rows.targets):
+        slot = held.local_slot.ravel().take(rows.targets * held.local_slot.shape[1] + rows.experts)
+        flat = _leg_of(legs, ep_size=ep_size).take(rows.sources) * ep_size + rows.targets
+        counts = np.bincount(flat * held.slots + slot, minlength=len(legs) * ep_size * held.slots)
+        counts = counts.reshape(len(legs), ep_size, held.slots)
+    charged = flag_bytes * np.maximum(held.written.take(experts), 1)
+    return _flags(legs, experts, counts, charged, width=held.slots)
 
 
 def combine_flags(
     rows: TokenRows, legs: dict[int, Leg], to: I64, *, ep_size: int, flag_bytes: int
 ) -> Writes:
     """A flag of each leg to each source ``to``, with the count of its results for it."""
-    flat = _leg_of(legs, ep_size=ep_size).take(rows.targets) * ep_size + rows.sources
-    counts = np.bincount(flat, minlength=len(legs) * ep_size).reshape(len(legs), ep_size)
-    charged = np.full(len(to), flag_bytes, dtype=np.int64)
-    return _flags(legs, to, counts[:, to].reshape(-1, 1), charged)
+    counts = None
+    if len(rows.targets):
+        flat = _leg_of(legs, ep_size=ep_size).take(rows.targets) * ep_size + rows.sources
+        counts = np.bincount(flat, minlength=len(legs) * ep_size)
+        counts = counts.reshape(len(legs), ep_size, 1)
+    return _flags(legs, to, counts, np.full(len(to), flag_bytes), width=1)
 
 
-def _flags(legs: dict[int, Leg], to: I64, counts: I64, charged: I64) -> Writes:
-    began_ps = np.array([leg.began_ps for leg in legs.values()], dtype=np.int64)
-    first_ps = np.array([leg.first_ps for leg in legs.values()], dtype=np.int64)
-    sources, targets = (
-        np.repeat(np.array(list(legs), dtype=np.int64), len(to)),
-        np.tile(to, len(legs)),
-    )
+def _flags(
+    legs: dict[int, Leg], to: I64, counts: I64 | None, charged: I64, *, width: int
+) -> Writes:
+    """``counts`` [legs, ep_size, width] of rows; None: there are none. ``charged`` [to]."""
+    pairs = _pairs(tuple(legs), to.tobytes(), charged.tobytes())
+    instants_ps = np.array(list(legs.values()), dtype=np.int64).repeat(len(to), axis=0)
+    if counts is None:
+        of_pairs = np.zeros((len(instants_ps), width), dtype=np.int64)
+    else:
+        of_pairs = counts.take(to, axis=1).reshape(-1, width)
     return Writes(
-        sources=sources,
-        targets=targets,
-        charged_bytes=np.where(sources == targets, 0, np.tile(charged, len(legs))),
-        ready_ps=np.repeat(first_ps, len(to)),
-        data=layout.pack_flags(np.repeat(began_ps, len(to)), counts),
+        sources=pairs[0],
+        targets=pairs[1],
+        charged_bytes=pairs[2].copy(),
+        ready_ps=instants_ps[:, 1],
+        data=layout.pack_flags(instants_ps[:, 0], of_pairs),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(legs: tuple[int, ...], to: bytes, charged: bytes) -> I64:
+    """[3, n] source, target and charged bytes of a flag of each leg to each rank, 0 bytes to itself: a
+    node's ranks have the same peers for many layers. Not to be written to."""
+    targets = np.tile(np.frombuffer(to, dtype=np.int64), len(legs))
+    sources = np.array(legs, dtype=np.int64).repeat(len(to) // 8)
+    sizes = np.tile(np.frombuffer(charged, dtype=np.int64), len(legs))
+    return np.stack([sources, targets, np.where(sources == targets, 0, sizes)])
 
 
 def _leg_of(legs: dict[int, Leg], *, ep_size: int) -> I64:

@@ -10,7 +10,8 @@ import numpy as np
 
 from cmnet.bursts import Lost, Messages
 from cmnet.launch.agent import Context
-from cmnet.link import port_kernels as port_kernels  # compiled before the fork (``cmnet.bursts``)
+from cmnet.link import copy_kernels as copy_kernels  # compiled before the fork (``cmnet.bursts``)
+from cmnet.link import port_kernels as port_kernels
 from cmnet.messages import Route
 from cmnet.topology.machine import Operation, Plane
 from nodes.model.body import I64
@@ -27,18 +28,20 @@ class Writer:
         self._rate_share = (share.rate_num, share.rate_den)
 
     async def burst(
-        self, kind: int, head: bytes, writes: Writes, flags: Writes, lost: Lost
+        self,
+        ranks: list[int],
+        kind: int,
+        head: bytes,
+        writes: Writes,
+        flags: Writes,
+        lost: Lost,  # called in one place, by position
     ) -> None:
-        """Write to other ranks and set flags behind, a rank's own among them, of 0 bytes, which is there
-        when all before it has left. Waits, in virtual time, until each port takes so much (design
-        2.1); a port takes more than one collective, so this waits only behind other traffic. ``lost``
-        gets the indices of writes that the link gave up on."""
-        charged = np.bincount(
-            writes.sources, weights=writes.charged_bytes, minlength=len(self._devices)
-        )
-        sources = np.unique(flags.sources).tolist() if len(self._devices) > 1 else []
-        for source in sources:
-            await self._fabric.room(self._any_route(source), int(charged[source]))
+        """Write from these local ranks to others and set flags behind, a rank's own among them, of 0
+        bytes, which is there when all before it has left. Waits, in virtual time, until each port
+        takes so much (design 2.1); a port takes more than one collective, so this waits only behind
+        other traffic. ``lost`` gets the indices of writes that the link gave up on."""
+        if len(self._devices) > 1 and not all(map(self._is_free, ranks)):
+            await self._room(sorted(ranks), writes)
         self._fabric.send_burst(
             kind=kind,
             head=head,
@@ -48,20 +51,32 @@ class Writer:
             rate_share=self._rate_share,
         )
 
-    def _any_route(self, source: int) -> Route:
+    def _is_free(self, rank: int) -> bool:
+        """Nothing waits at its port: anything may."""
+        port = (self._routes.get(rank) or self._any_route(rank)).egress
+        return port.waiting_bytes == 0 and not port.waiters
+
+    async def _room(self, ranks: list[int], writes: Writes) -> None:
+        charged = np.bincount(
+            writes.sources, weights=writes.charged_bytes, minlength=len(self._devices)
+        )
+        for rank in ranks:
+            await self._fabric.room(self._any_route(rank), int(charged[rank]))
+
+    def _any_route(self, rank: int) -> Route:
         """Room is the port's, whatever the route."""
-        route = self._routes.get(source)
+        route = self._routes.get(rank)
         if route is None:
-            device = int(self._devices[source])
-            other = int(self._devices[(source + 1) % len(self._devices)])
+            device = int(self._devices[rank])
+            other = int(self._devices[(rank + 1) % len(self._devices)])
             route = self._fabric.route(Plane.UB, Operation.WRITE, device, other)
-            self._routes[source] = route
+            self._routes[rank] = route
         return route
 
     def _messages(self, writes: Writes) -> Messages:
         return Messages(
-            sources=self._devices[writes.sources],
-            targets=self._devices[writes.targets],
+            sources=self._devices.take(writes.sources),
+            targets=self._devices.take(writes.targets),
             charged_bytes=writes.charged_bytes,
             ready_ps=np.maximum(writes.ready_ps, self._loop.now_ps),
             data=writes.data,

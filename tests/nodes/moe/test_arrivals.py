@@ -110,6 +110,14 @@ def test_a_flag_that_comes_again_changes_nothing() -> None:
     assert not arrivals.missing()[0, 2]
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_last_is_the_latest_in_whatever_order_it_is_known(flag: bool) -> None:
+    arrivals = make()
+    for source, at_ps in enumerate((50, 40)):
+        take(arrivals, Came(0, source, 1, flag), at_ps)
+    assert arrivals.last_ps.tolist() == [50, 0]
+
+
 @pytest.mark.parametrize("gone", [0, 3])
 def test_who_is_not_expected_is_not_waited_for(gone: int) -> None:
     sources = tuple(source for source in range(EP_SIZE) if source != gone)
@@ -126,7 +134,7 @@ def test_nobody_is_complete_before_it_is_known_who_takes_part() -> None:
     expected, arrivals.expected = arrivals.expected, None
     for place, came in enumerate(everything({})):
         assert take(arrivals, came, place) == []
-        assert not arrivals.announce(array(came.rank), array(came.source))
+        assert not arrivals.announce(array(came.rank))
     arrivals.expected = expected
     assert arrivals.newly_complete() == [0, 1]
     assert arrivals.newly_complete() == []
@@ -143,10 +151,10 @@ def test_who_does_not_wait_is_not_told() -> None:
 def test_the_last_announced_flag_says_that_it_is_time() -> None:
     """Of a rank that waits; and again only for the next one."""
     arrivals = make(wanted=(0,))
-    announced = [arrivals.announce(array(0), array(source)) for source in (3, 1, 0, 2)]
+    announced = [arrivals.announce(array(0)) for _ in range(EP_SIZE)]
     assert announced == [False, False, False, True]
     for came in everything({}):
         take(arrivals, came, 1)
-    assert not arrivals.all_announced()
     arrivals.wanted[1] = True
-    assert arrivals.all_announced()
+    assert not arrivals.announce(array(1, 1, 1))
+    assert arrivals.announce(array(1))

@@ -63,7 +63,7 @@ def test_tokens_come_back(count: int, scale: Scale) -> None:
 def test_results_come_back(count: int, scale: Scale) -> None:
     tokens, k = below(4096, count, 1), below(9, count, 2)
     results, ends = words(count, item_words(scale)[1], 3), np.arange(count)
-    data = layout.pack_results(tokens, k, results)
+    data = layout.pack_results(tokens, k, results[::-1], np.arange(len(k))[::-1].copy())
     assert data.shape == (count, 8 + 8 * results.shape[1])
     found = layout.unpack_results(ends, ends + 1, data)
     assert [part.tolist() for part in found[:4]] == [
