@@ -29,7 +29,7 @@ from cmnet.errors import CorruptError
 from cmnet.launch.agent import Context
 from nodes.model import tiles
 from nodes.model.body import I64, U64, Body
-from nodes.moe import buffers, layout, placement, sending
+from nodes.moe import buffers, due, layout, placement, sending
 from nodes.moe.arrivals import Arrivals, Bools
 from nodes.moe.layer import (
     KINDS,
@@ -72,9 +72,11 @@ class Exchange:
         timeout_ps: int,
         engine: str = "aiv",
         shared_buffer: bool = False,
+        layers: int = 0,
     ) -> None:
         """``devices``: of each rank. ``timeout_ps``: a rank gives up on its dispatch after it, on its
-        combine after twice that. ``shared_buffer``: for tests of the detector only."""
+        combine after twice that. ``shared_buffer``: for tests of the detector only. ``layers``: after
+        the combine of each of so many, but the last, every rank does nothing but dispatch again."""
         self._context, self._loop = context, context.loop
         self._body = body
         self._model = body.settings
@@ -93,6 +95,7 @@ class Exchange:
         self._operators, self._timeout_ps = operators, timeout_ps
         self._writer = Writer(context, self._devices, engine=engine)
         self._shared_buffer = shared_buffer
+        self._layers_count = layers
         self._group: Group | None = None
         self._begun: Group | None = None  # a rank that is gone for us may be there for others
         self._sources: Bools = np.zeros(0, dtype=np.bool_)
@@ -118,6 +121,15 @@ class Exchange:
         for phase, kind in KINDS.items():
             context.fabric.bind(kind, functools.partial(self._came, phase))
             context.fabric.arriving.wanted[kind] = functools.partial(self._announced, phase)
+            context.fabric.arriving.silences[kind] = functools.partial(self._silence_ps, phase)
+
+    def _silence_ps(self, phase: Phase, head: bytes) -> int:
+        """After flags: an operator starts before it writes (``due``)."""
+        if phase == "dispatch":
+            return due.silence_ps(self._operators.combine_start_ps)
+        if phase == "combine" and _HEAD.unpack(head)[2] + 1 < self._layers_count:
+            return due.silence_ps(self._operators.dispatch_start_ps)
+        return 0
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -439,7 +451,8 @@ class Exchange:
             else:
                 self._take_results(key, layout.unpack_results(targets, sources, data), at_ps)
         except CorruptError as error:
-            self.on_wrong(key, error)
+            told_ps = self._loop.now_ps + self._silence_ps(phase, bundle.head)
+            self._loop.call_at_ps(told_ps, self.on_wrong, key, error)
 
     def _take_tokens(self, key: Key, rows: TokenRows, at_ps: I64) -> None:
         layer = self._open(key)

@@ -71,6 +71,8 @@ class Ready(NamedTuple):
     """When its combine returned."""
     begins_ps: int
     """When its next dispatch begins."""
+    writes_ps: int = 0
+    """When that begins to write."""
 
 
 class _Rank:
@@ -111,6 +113,7 @@ class MoeNode:
             timeout_ps=job.timeout_ps,
             engine=job.engine,
             shared_buffer=shared_buffer,
+            layers=job.model.carried_layers,
         )
         self._exchange.on_combined = self._combined
         self._exchange.on_late = self._late
@@ -200,12 +203,17 @@ class MoeNode:
         for rank in self._local:
             self._ranks[rank] = _Rank(self._start(rank))
             ready = Ready(step, -1, rank, self._loop.now_ps, self._loop.now_ps)
-            self._due.add(self._loop.now_ps + self._operators.dispatch_start_ps, ready)
+            start_ps = self._operators.dispatch_start_ps
+            self._due.add(self._loop.now_ps + start_ps, ready, start_ps)
         left = len(self._local)
         while left:
-            lot = [ready for _, ready in await self._due.take()]
-            for key in sorted({(ready.step, ready.layer) for ready in lot}):
-                of_key = [ready for ready in lot if (ready.step, ready.layer) == key]
+            lot = await self._due.take()
+            for key in sorted({(ready.step, ready.layer) for _, ready in lot}):
+                of_key = [
+                    ready._replace(writes_ps=at_ps)
+                    for at_ps, ready in lot
+                    if (ready.step, ready.layer) == key
+                ]
                 left -= await self._go_on(of_key)
 
     def _start(self, rank: int) -> Array:
@@ -247,8 +255,7 @@ class MoeNode:
         for ready, rank, begin, end in zip(lot, ranks, edges[:-1], edges[1:], strict=True):
             rank.weights = gate.weights[begin:end]
             rank.began_ps = ready.begins_ps
-            first_ps = ready.begins_ps + self._operators.dispatch_start_ps
-            legs[ready.rank] = Leg(ready.begins_ps, max(first_ps, self._loop.now_ps))
+            legs[ready.rank] = Leg(ready.begins_ps, ready.writes_ps)
         sent = await self._exchange.dispatch(key, self._reachable(key, tokens, legs), legs)
         for ready, row in zip(lot, sent, strict=True):
             self._ranks[ready.rank].sent = row
@@ -282,7 +289,7 @@ class MoeNode:
             if self._job.isolated and not last:
                 begins_ps = max(read_ps, self._period_ps((*key[:2], key[2] + 1), 0))
             ready = Ready(key[1], key[2], rank, read_ps, begins_ps)
-            self._due.add(begins_ps + start_ps, ready)
+            self._due.add(begins_ps + start_ps, ready, start_ps)
 
     def _period_ps(self, key: Key, operator: int) -> int:
         """When an isolated operator begins: 0 the dispatch, 1 the combine."""
