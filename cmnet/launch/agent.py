@@ -286,7 +286,7 @@ class Agent:
     # --- windows ----------------------------------------------------------------------------------
 
     def _frame_read(
-        self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | bytearray
+        self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | memoryview
     ) -> None:
         window = header[6]
         if self._dead:

@@ -64,7 +64,7 @@ class Reader(Protocol):
     def native_writer_gone(self, fd: int) -> None: ...
 
 
-OnFrame = Callable[[int, tuple[int, ...], bytes, "bytes | bytearray"], None]
+OnFrame = Callable[[int, tuple[int, ...], bytes, "bytes | memoryview"], None]
 """(peer, unpacked header, body, payload)"""
 
 
@@ -104,7 +104,7 @@ class _Incoming:
         self.peer = -1
         self.partial = b""
         self.header: tuple[tuple[int, ...], bytes] | None = None
-        self.target = bytearray()
+        self.target = memoryview(b"")
         self.filled = 0
         self.first_bytes = 0
         """How much to read at first; 0: as much as there is room for."""
@@ -424,6 +424,7 @@ class Mesh:
     def _parse(self, incoming: _Incoming, data: memoryview, at: int) -> None:
         """Hand on what is whole; ``data`` is read over by the next call."""
         end, size = len(data), frames.HEADER.size
+        first_bytes = 0
         unpack, on_frame, peer = frames.HEADER.unpack_from, self._on_frame, incoming.peer
         while end - at >= size:
             header = unpack(data, at)
@@ -439,8 +440,10 @@ class Mesh:
             body, payload = data[at + size : body_end], data[body_end:payload_end]
             on_frame(peer, header, bytes(body), bytes(payload))
             at = payload_end
+            if header[1] >= LARGE_BYTES:
+                first_bytes = LARGE_FIRST_BYTES  # another one may follow
         incoming.partial = bytes(data[at:])
-        incoming.first_bytes = 0
+        incoming.first_bytes = first_bytes
 
     def _begin_large(
         self, incoming: _Incoming, header: tuple[int, ...], data: memoryview, body_at: int
@@ -456,8 +459,7 @@ class Mesh:
         self._fill(incoming)
 
     def _fill(self, incoming: _Incoming) -> None:
-        view = memoryview(incoming.target)[incoming.filled :]
-        count = incoming.sock.recv_into(view)
+        count = incoming.sock.recv_into(incoming.target[incoming.filled :])
         if count == 0:
             self._drop_incoming(incoming)
             return
@@ -466,7 +468,7 @@ class Mesh:
             assert incoming.header is not None
             header, body = incoming.header
             incoming.header = None
-            target, incoming.target = incoming.target, bytearray()
+            target, incoming.target = incoming.target, memoryview(b"")
             self._on_frame(incoming.peer, header, body, target)
 
     def _drop_incoming(self, incoming: _Incoming) -> None:

@@ -13,24 +13,28 @@ POOL_BYTES_MAX = 1 << 24
 
 
 class Pool:
-    """Buffers by size; one that nobody else refers to any more is given out again."""
+    """Buffers by size class; one that nobody else refers to any more is given out again."""
 
     def __init__(self) -> None:
         self._of_size: dict[int, list[bytearray]] = {}
         self.kept_bytes = 0
 
-    def take(self, size: int) -> bytearray:
-        """A buffer of exactly this size with anything in it."""
-        buffers = self._of_size.setdefault(size, [])
+    def take(self, size: int) -> memoryview:
+        """Exactly this size of a buffer, with anything in it; who keeps a view of it keeps the buffer."""
+        step = 1 << max(size.bit_length() - STEP_BITS, 0)
+        room = -(-size // step) * step
+        buffers = self._of_size.setdefault(room, [])
         for index in range(len(buffers)):
             if sys.getrefcount(buffers[index]) == UNUSED_REFERENCES:
-                return buffers[index]  # always the first, which the caches still know
-        buffer = bytearray(size)
-        if self.kept_bytes + size <= POOL_BYTES_MAX:
-            self.kept_bytes += size
+                return memoryview(buffers[index])[:size]  # always the first, the caches know it
+        buffer = bytearray(room)
+        if self.kept_bytes + room <= POOL_BYTES_MAX:
+            self.kept_bytes += room
             buffers.append(buffer)
-        return buffer
+        return memoryview(buffer)[:size]
 
 
+STEP_BITS = 3
+"""Sizes are rounded up to 4 to 8 steps for each doubling: at most a fifth of a buffer is not used."""
 UNUSED_REFERENCES = 2
 """Of a pool's buffer in ``take``: the list and the argument of ``getrefcount``."""
