@@ -53,7 +53,7 @@ class Buffer:
 
     def __init__(self, *, name: str, ranks: int, slots: int) -> None:
         self._name = name
-        self._busy_until_ps: I64 = np.full((ranks, slots), -1, dtype=np.int64)
+        self._busy_until_ps: I64 = np.zeros((ranks, slots), dtype=np.int64)
 
     def write(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Messages reach these slots at these instants. CorruptError where one is not taken yet."""

@@ -42,6 +42,7 @@ from nodes.moe.layer import (
     Phase,
     Samples,
     Wrong,
+    end_run,
     ignore,
 )
 from nodes.moe.layout import U8, Outgoing, ResultRows, TokenRows, Tokens
@@ -114,7 +115,7 @@ class Exchange:
         self.on_combined: Complete = ignore
         self.on_late: Late = ignore
         self.on_lost: Lost = ignore
-        self.on_wrong: Wrong = _raise
+        self.on_wrong: Wrong = end_run
         repeats = context.fabric.arriving.repeats
         repeats[KINDS["dispatch"]] = layout.repeat(scale.vector, lead_words=layout.TOKEN_WORDS)
         repeats[KINDS["combine"]] = layout.repeat(scale.result, lead_words=layout.RESULT_WORDS)
@@ -425,9 +426,10 @@ class Exchange:
     ) -> None:
         """Write, and set flags behind, a rank's own among them: it is not done before it has written."""
 
-        def lost(indices: I64) -> None:
+        def tell(indices: I64) -> None:
             self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())
 
+        lost = None if self.on_lost is ignore else tell
         ranks = list(legs) if len(flags.targets) else []
         await self._writer.burst(ranks, KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
 
@@ -451,6 +453,8 @@ class Exchange:
             else:
                 self._take_results(key, layout.unpack_results(targets, sources, data), at_ps)
         except CorruptError as error:
+            if self.on_wrong is end_run:
+                raise
             told_ps = self._loop.now_ps + self._silence_ps(phase, bundle.head)
             self._loop.call_at_ps(told_ps, self.on_wrong, key, error)
 
@@ -503,8 +507,3 @@ class Exchange:
             targets - self.first, sources, at_ps=at_ps, counts=total, began_ps=began_ps
         )
         self._check(key, layer, phase)
-
-
-def _raise(_: Key, error: CorruptError) -> None:
-    """Unless somebody knows better, wrong bytes end the run."""
-    raise error

@@ -40,6 +40,11 @@ def ignore(*_: Any) -> None:
     """Nobody asked."""
 
 
+def end_run(_: Key, error: CorruptError) -> None:
+    """Nobody knows better: wrong bytes end the run."""
+    raise error
+
+
 class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Who takes part in a step."""
 

@@ -33,6 +33,7 @@ from nodes.moe.placement import Placement
 from nodes.moe.rebalancing import StageName
 from nodes.moe.result import RankLayer
 from nodes.moe.sending import Leg
+from nodes.moe.table import table
 from nodes.serving.cost import DecodeCost
 
 
@@ -46,6 +47,13 @@ def make_program(
 ) -> Program:
     """The program of a run; made before the fork, so that nodes share what it holds."""
     body = bodies.make(job.body, job.model, skew=job.skew)
+    first = placement.initial(
+        experts=job.model.routed_experts,
+        ep_size=job.ep_size,
+        redundant=job.redundant,
+        shared_ranks=job.shared_ranks,
+    )
+    table(first, job.model.routed_experts)  # which keeps it
     ranked = {machine.devices[device].process for device in job.devices}
 
     async def program(context: Context) -> None:
@@ -55,7 +63,7 @@ def make_program(
             for kind in KINDS.values():
                 context.fabric.bind(kind, ignore)
             return
-        await MoeNode(context, job, body, touch, shared_buffer=shared_buffer).run()
+        await MoeNode(context, job, body, first, touch, shared_buffer=shared_buffer).run()
 
     return program
 
@@ -93,7 +101,14 @@ class MoeNode:
     """The ranks of one node."""
 
     def __init__(
-        self, context: Context, job: MoeJob, body: Body, touch: Touch, *, shared_buffer: bool
+        self,
+        context: Context,
+        job: MoeJob,
+        body: Body,
+        first: Placement,
+        touch: Touch,
+        *,
+        shared_buffer: bool,
     ) -> None:
         self._context, self._loop, self._job, self._body = context, context.loop, job, body
         self._touch = touch
@@ -136,12 +151,6 @@ class MoeNode:
         self._errors: dict[tuple[Key, int], list[str]] = {}
         self._missing: frozenset[int] = frozenset()
         """Ranks that did not answer in time."""
-        first = placement.initial(
-            experts=job.model.routed_experts,
-            ep_size=job.ep_size,
-            redundant=job.redundant,
-            shared_ranks=job.shared_ranks,
-        )
         self._first = (first,) * job.model.carried_layers
         self._passes = Passes(context, job, self._first, touch) if job.eplb else None
         self._lines = result.path(context.run_folder, context.name)
