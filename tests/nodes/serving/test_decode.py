@@ -68,9 +68,9 @@ class Played:
         fabric = SimpleNamespace(
             machine=MACHINE,
             bind=lambda *_: None,
-            arriving=SimpleNamespace(wanted={}, repeats={}, deliver=lambda: None),
+            arriving=SimpleNamespace(wanted={}, silences={}, repeats={}, deliver=lambda: None),
             send_burst=self._sent,
-            route=lambda *way: way,
+            route=lambda *_: SimpleNamespace(egress=self),
             room=lambda *_: self.room.wait(),
         )
         context: Any = SimpleNamespace(
@@ -83,6 +83,13 @@ class Played:
         self.post = Post(loop)
         post: Any = self.post
         self.node = DecodeNode(context, post, JOB, BODY, lambda _, items: items)
+
+    waiters = ()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """As a port of the node's: more than it takes, or none."""
+        return 0 if self.room.is_set() else 1 << 40
 
     def _sent(self, **_: object) -> None:
         self.bursts += 1
