@@ -227,16 +227,21 @@ class BurstArrivals:
             raise FrameError(f"a bundle with a message that nobody sends: {table[wrong]}")
         first_ps, first_flag_ps, at_ps, copies = self._found.tolist()
         self._fresh_ps = min(self._fresh_ps, first_ps, first_flag_ps)
+        anew = False
         if messages:
-            rows, data = self.once(kind, table[:messages], data)
-            self._fresh.append(Arriving(kind, False, body, window, rows, data))
+            rows, first = self.once(kind, table[:messages], data)
+            anew = first is not data  # then the frame is not kept with all its copies
+            self._fresh.append(Arriving(kind, False, body, window, rows, first))
         if messages < len(table):
-            flags = Arriving(kind, True, body, window, table[messages:], flag_data)
+            rows = table[messages:]
+            if anew:
+                rows, flag_data = rows.copy(), flag_data.copy()
+            flags = Arriving(kind, True, body, window, rows, flag_data)
             flags.at_ps, flags.copies = at_ps, copies > 0
             self._fresh.append(flags)
-            silence_ps = self.silence_ps(kind, body)
+            silence_ps = max(header[11] - at_ps, 0)  # as its sender counts it
             fabric.loop.agenda.add_delivery(
-                at_ps, flags.source, flags.sequence, fabric.deliver_flags, flags, silence_ps
+                at_ps, flags.source, flags.sequence, self.flags_came, flags, silence_ps
             )
 
     def discard(self, unwanted: Callable[[Arriving], bool]) -> None:

@@ -31,7 +31,8 @@ SEQUENCE_MAX = (1 << 63) - 1
 
 MESSAGES_MAX = 8192
 DATA_BYTES_MAX = 1 << 27
-"""Of one frame, of messages and of flags each; what does not fit goes in a second one."""
+"""Of one frame, of messages and of flags each; what does not fit goes in a second one. Counts have 16
+bits of the header."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -103,7 +104,12 @@ def _plan(counts: I64, widths: tuple[int, int]) -> tuple[list[_Frame], I64, I64,
                     end += count * width
             planned.append(_Frame(pair, size, end, messages, flags, part))
             size = -(-end // 8) * 8
-    return planned, np.array(parts, np.int64).reshape(len(parts), 11), part_of, size
+    return planned, np.array(parts, np.int64).reshape(len(parts), _PART_COLUMNS), part_of, size
+
+
+_LEAST, _TOTAL = 5, 7
+"""Columns of a part, as ``port_kernels`` numbers them."""
+_PART_COLUMNS = 11
 
 
 def _send(
@@ -112,8 +118,8 @@ def _send(
     """One frame, its parts filled; ``silence_ps`` of the event that its flags are."""
     fabric, head = burst.fabric, burst.head
     peer = frame.pair % len(fabric.machine.processes)
-    charged_bytes = sum([part[7] for part in parts])
-    count = frame.messages + frame.flags
+    charged_bytes = sum([part[_TOTAL] for part in parts])
+    count, first_ps = frame.messages + frame.flags, min([part[_LEAST] for part in parts])
     statistics = fabric.statistics_of[Plane.UB]
     statistics.frames += count
     statistics.charged_bytes += charged_bytes
@@ -130,22 +136,21 @@ def _send(
         source,
         target,
         sequence & SEQUENCE_MAX,
-        min([part[5] for part in parts]),
-        at_ps,
+        first_ps,
+        at_ps + silence_ps if frame.flags else at_ps,
         charged_bytes,
         frame.messages | frame.flags << 16 | flag_width << 32,
     )
     if peer == fabric.process:
         statistics.frames_in_node += count
-        fabric.arriving.receive(
-            header, head, payload.tobytes()
-        )  # lest it keep the buffer of all frames
+        # a copy, lest it keep the buffer of all frames
+        fabric.arriving.receive(header, head, payload.tobytes())
         return
     statistics.bundles += 1
     if frame.flags:
-        fabric.count_send(peer, at_ps, at_ps + silence_ps)
+        fabric.count_send(peer, first_ps, at_ps, at_ps + silence_ps)
     else:
-        fabric.count_send(peer, NEVER_PS, NEVER_PS)
+        fabric.count_send(peer, first_ps, NEVER_PS, NEVER_PS)
     fabric.carry(peer, Plane.UB, frames.HEADER.pack(*header), head, payload.data)
 
 

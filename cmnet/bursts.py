@@ -272,9 +272,7 @@ def pause(fabric: Fabric, port: EgressPort) -> bool:
     if start_ps < turn_ps + slice_ps:
         return False
     port.armed, port.pause_ps = False, now_ps + (start_ps - now_ps) // slice_ps * slice_ps
-    told = any(leg.burst.lost is not None for leg in legs)  # of what rules drop, at once
-    silence_ps = 0 if told else start_ps - port.pause_ps
-    fabric.loop.agenda.add_port(port.pause_ps, port.port_id, fabric.go_on, port, silence_ps)
+    fabric.loop.agenda.add_port(port.pause_ps, port.port_id, fabric.go_on, port)
     return True
 
 

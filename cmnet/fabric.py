@@ -66,7 +66,8 @@ class Fabric:
         self.process = process
         self.digest = digest
         self.rules = rules
-        self.window = 0
+        self.window = self.until_ps = 0
+        """The window in progress and its end, if a conductor grants them."""
         self.ran_to_ps = 0
         self.sends: dict[int, tuple[int, int, int]] = {}
         self.statistics_of = [PlaneStatistics() for _ in Plane]
@@ -364,18 +365,19 @@ class Fabric:
             self._accept(Arrival(header, body, payload))
             return
         at_ps = NEVER_PS if flags & frames.FLAG_QUIET else last_ps
-        self.count_send(peer, at_ps, at_ps)
+        self.count_send(peer, first_ps, at_ps, at_ps)
         self.carry(peer, plane, frames.HEADER.pack(*header), body, payload)
 
-    def count_send(self, peer: int, at_ps: int, reaction_ps: int) -> None:
-        """A frame leaves for another process, where nothing comes of it before ``at_ps`` and nothing
-        leaves because of it before ``reaction_ps``."""
-        frames_count, earliest_ps, earliest_reaction_ps = self.sends.get(peer, _NO_SENDS)
-        self.sends[peer] = (
-            frames_count + 1,
-            min(earliest_ps, at_ps),
-            min(earliest_reaction_ps, reaction_ps),
-        )
+    def count_send(self, peer: int, first_ps: int, at_ps: int, reaction_ps: int) -> None:
+        """A frame leaves for another process: nothing comes of it before ``at_ps``, nothing leaves because
+        of it before ``reaction_ps``. Raises CausalityError if ``first_ps``, its first byte, is within the
+        window: a promised silence was broken."""
+        if first_ps < self.until_ps:
+            raise CausalityError(
+                f"a frame would arrive within its window, at {format_ps(first_ps)}"
+            )
+        count, next_ps, least_ps = self.sends.get(peer, _NO_SENDS)
+        self.sends[peer] = (count + 1, min(next_ps, at_ps), min(least_ps, reaction_ps))
 
     def take_sends(self) -> list[Send]:
         """What left for other processes since the last call."""
@@ -459,10 +461,6 @@ class Fabric:
         handler = self._handlers.get(arrival.kind) or self.handler(arrival.kind)
         handler(arrival)
 
-    def deliver_flags(self, frame: burst_arrivals.Arriving) -> None:
-        """The event of a frame of flags."""
-        self.arriving.flags_came(frame)
-
     def handler(self, kind: int) -> Callable[[Any], None]:
         """Who takes messages of this kind. Raises FrameError."""
         handler = self._handlers.get(kind)
@@ -481,7 +479,7 @@ class Fabric:
             devices=devices,
             window=window,
             deliver=self._deliver,
-            deliver_flags=self.deliver_flags,
+            deliver_flags=self.arriving.flags_came,
         )
         for tell in self._forgotten:
             tell(devices, coming)

@@ -325,6 +325,7 @@ class Agent:
     def _run_window(self) -> bool:
         """All events before the horizon. False: a thread must end first, or this node has failed."""
         self.fabric.window, horizon_ps = self._gate.window, self._gate.horizon_ps
+        self.fabric.until_ps = horizon_ps
         try:
             done = self.loop.run_until(horizon_ps)
         except BaseException as error:

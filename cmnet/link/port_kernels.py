@@ -29,7 +29,6 @@ ROW, GROUP = 7, 8
 COLUMNS = 7
 BEGIN, DATA, COUNT, WIDTH, FILLED, LEAST, GREATEST, TOTAL, FIRST_SOURCE = range(9)
 """Of a part of a frame that is filled, see ``fill_frames``; then its first row's target and sequence."""
-PART_COLUMNS = 11
 
 LIMIT = 1 << 49
 """Bits of one message and bits per second are below it."""
@@ -428,13 +427,13 @@ def fill_frames(
     flag_data: Any,
     repeat: Any,
     part_of: Any,
-    frames: Any,
+    parts: Any,
     words: Any,
     octets: Any,
 ) -> None:
     """Put the first ``count`` of an egress's rows and their data where their frames are in a buffer.
 
-    ``words`` and ``octets`` are the buffer; ``frames`` [m, 11] says of each part of a frame, its
+    ``words`` and ``octets`` are the buffer; ``parts`` [m, 11] says of each part of a frame, its
     messages or its flags, where its rows and where their data begin, and how many rows of which width
     it takes; then how many it has, and of those the least and the greatest first byte, the sum of
     charged bytes, and source, target and sequence of the first. ``part_of`` is the first part of each
@@ -446,22 +445,22 @@ def fill_frames(
     tail, tail_copies = np.uint64(repeat[3]), np.uint64(repeat[4])
     for at in range(count):
         group = rows[at, GROUP]
-        frame = part_of[group]
-        if frames[frame, FILLED] == frames[frame, COUNT]:
-            frame += 1
-            part_of[group] = frame
-        place, width = frames[frame, FILLED], frames[frame, WIDTH]
+        part = part_of[group]
+        if parts[part, FILLED] == parts[part, COUNT]:
+            part += 1
+            part_of[group] = part
+        place, width = parts[part, FILLED], parts[part, WIDTH]
         if place == 0:
             for column in range(3):
-                frames[frame, FIRST_SOURCE + column] = rows[at, SOURCE + column]
-        frames[frame, FILLED] = place + 1
-        word = (frames[frame, BEGIN] >> 3) + place * COLUMNS
+                parts[part, FIRST_SOURCE + column] = rows[at, SOURCE + column]
+        parts[part, FILLED] = place + 1
+        word = (parts[part, BEGIN] >> 3) + place * COLUMNS
         for column in range(COLUMNS):
             words[word + column] = rows[at, column]
-        frames[frame, LEAST] = min(frames[frame, LEAST], rows[at, FIRST])
-        frames[frame, GREATEST] = max(frames[frame, GREATEST], rows[at, FIRST])
-        frames[frame, TOTAL] += rows[at, CHARGED]
-        begin = np.uint64(frames[frame, DATA] + place * width)
+        parts[part, LEAST] = min(parts[part, LEAST], rows[at, FIRST])
+        parts[part, GREATEST] = max(parts[part, GREATEST], rows[at, FIRST])
+        parts[part, TOTAL] += rows[at, CHARGED]
+        begin = np.uint64(parts[part, DATA] + place * width)
         row = np.uint64(index[rows[at, ROW]])  # unsigned: eight times as fast, as no index wraps
         if group & 1:
             for octet in range(np.uint64(width)):

@@ -43,12 +43,10 @@ class Agenda:
         """A message of a source device; (source, sequence) never repeats in this agenda."""
         heapq.heappush(self.heap, (at_ps, DELIVERY, source, sequence, run, item, silence_ps))
 
-    def add_port(
-        self, at_ps: int, port: int, run: Callable[[Any], None], item: Any, silence_ps: int = 0
-    ) -> None:
+    def add_port(self, at_ps: int, port: int, run: Callable[[Any], None], item: Any) -> None:
         """An egress start; ties of one port run in order of creation."""
         self._created += 1
-        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item, silence_ps))
+        heapq.heappush(self.heap, (at_ps, PORT, port, self._created, run, item, 0))
 
     def add_timer(
         self, at_ps: int, run: Callable[[Any], None], item: Any, silence_ps: int = 0
@@ -61,16 +59,16 @@ class Agenda:
         """The instant of the least event, NEVER_PS if there is none."""
         return self.heap[0][0] if self.heap else NEVER_PS
 
-    def reaction_ps(self) -> int:
-        """The earliest instant at which something may leave because of an event; NEVER_PS if there is
-        none."""
+    def reaction_ps(self, cancelled: Callable[[Event], bool]) -> int:
+        """The earliest instant at which something may leave because of an event that is not cancelled;
+        NEVER_PS if there is none. The same whatever else is in the heap, and where."""
         heap, least_ps, places = self.heap, NEVER_PS, [0]
-        for place in places:  # which grows: of an event with silence, the two after it in the heap
+        for place in places:  # which grows: by the two after an event, unless they cannot be sooner
             if place < len(heap) and heap[place][0] < least_ps:
-                silence_ps = heap[place][6]
-                least_ps = min(least_ps, heap[place][0] + silence_ps)
-                if silence_ps:
-                    places += (2 * place + 1, 2 * place + 2)
+                event = heap[place]
+                if not cancelled(event):
+                    least_ps = min(least_ps, event[0] + event[6])
+                places += (2 * place + 1, 2 * place + 2)
         return least_ps
 
     def take_instant(self, instant: deque[Event]) -> None:

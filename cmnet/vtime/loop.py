@@ -309,7 +309,7 @@ class VirtualLoop(uvloop.Loop):
         """The earliest instant at which something may leave because of an event that is left."""
         if self._ready or self._instant:
             return self.now_ps
-        return self.agenda.reaction_ps()
+        return self.agenda.reaction_ps(_is_cancelled)
 
     def run_until(self, horizon_ps: int) -> bool:
         """Run all events before the horizon. False: a thread must end first; ``resume`` is called

@@ -31,7 +31,8 @@ FLAG_SIGNAL = 2
 FLAG_COPY = 4
 """A rule doubled the frame and this is the second; planes that number their frames refuse it."""
 FLAG_BUNDLE = 8
-"""Many messages of one source, see ``cmnet.bursts``; their count is where the rate else is."""
+"""Many messages and flags of a burst, see ``cmnet.burst_frames``: counts and a width are where the rate else
+is, and the reaction to its flags is where the last byte else is. Source, target and sequence are of one."""
 FLAG_QUIET = 16
 """Nothing comes of the message by itself: it is handed over with a later one to its port."""
 

@@ -35,6 +35,6 @@ class Pool:
 
 
 STEP_BITS = 3
-"""Sizes are rounded up to 4 to 8 steps for each doubling: at most a fifth of a buffer is not used."""
+"""Sizes are rounded up to one of 4 steps a doubling: at most a fifth of a buffer is not used."""
 UNUSED_REFERENCES = 2
 """Of a pool's buffer in ``take``: the list and the argument of ``getrefcount``."""

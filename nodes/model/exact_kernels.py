@@ -84,12 +84,12 @@ FOLD_COMBINE_AT = FOLD_OUT_AT + D
 CHECK_AT = FOLD_COMBINE_AT + D
 EXPERT_AT = CHECK_AT + D
 # offsets in the tables (int64)
-SIN_AT, SIGMOID_AT, EXP_AT = t.ANGLES, 2 * t.ANGLES, 3 * t.ANGLES
+SIN_AT, EXP_AT = t.ANGLES, 3 * t.ANGLES
 
 M1, M2 = np.uint64(MULTIPLIER_1), np.uint64(MULTIPLIER_2)
 S24, S27, S30, S31, S32 = (np.uint64(n) for n in (24, 27, 30, 31, 32))
-S40, BYTE, HALF = np.uint64(40), np.uint64(255), np.uint64(65535)
-U1, U3, U8, U16 = np.uint64(1), np.uint64(3), np.uint64(8), np.uint64(16)
+S40, BYTE = np.uint64(40), np.uint64(255)
+U1, U3, U8 = np.uint64(1), np.uint64(3), np.uint64(8)
 LOW, ONE = np.uint64(2**32 - 1), np.uint64(t.ONE_BITS)
 DRAW_SHIFT = np.uint64(64 - t.DRAW_BITS)
 F = np.float32

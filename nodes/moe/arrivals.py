@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cmnet.errors import FrameError
 from nodes.model.body import I64
 from nodes.moe import kernels
 
@@ -103,7 +104,10 @@ class Arrivals:
 
     def announce(self, ranks: I64) -> bool:
         """Flags [n] come, each once; whether a rank that waits now has those of all, as far as they are
-        announced. (Also too early, where some are of who is not expected any more.)"""
+        announced. (Also too early, where some are of who is not expected any more.) Raises FrameError at
+        one for no rank."""
+        if len(ranks) and ranks.min() < 0:
+            raise FrameError("a flag for a device without a rank")
         every = kernels.announce(ranks, self._announced, self._sources, self.wanted, self.done)
         return self._expected is not None and bool(every)
 

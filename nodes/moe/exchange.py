@@ -21,7 +21,6 @@ import functools
 import struct
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from cmnet.burst_arrivals import Bundle
@@ -30,21 +29,9 @@ from cmnet.launch.agent import Context
 from nodes.model import tiles
 from nodes.model.body import I64, U64, Body
 from nodes.moe import buffers, due, layout, placement, sending
+from nodes.moe import layer as records
 from nodes.moe.arrivals import Arrivals, Bools
-from nodes.moe.layer import (
-    KINDS,
-    Complete,
-    Group,
-    Key,
-    Late,
-    Layer,
-    Lost,
-    Phase,
-    Samples,
-    Wrong,
-    end_run,
-    ignore,
-)
+from nodes.moe.layer import KINDS, Complete, Group, Key, Late, Layer, Lost, Phase, Samples, Wrong
 from nodes.moe.layout import U8, Outgoing, ResultRows, TokenRows, Tokens
 from nodes.moe.operators import Operators
 from nodes.moe.sending import Leg, Writes
@@ -111,11 +98,11 @@ class Exchange:
         self._layers: dict[Key, Layer] = {}
         self._ended: set[Key] = set()
         self._samples = Samples()
-        self.on_dispatched: Complete = ignore
-        self.on_combined: Complete = ignore
-        self.on_late: Late = ignore
-        self.on_lost: Lost = ignore
-        self.on_wrong: Wrong = end_run
+        self.on_dispatched: Complete = records.ignore
+        self.on_combined: Complete = records.ignore
+        self.on_late: Late = records.ignore
+        self.on_lost: Lost = records.ignore
+        self.on_wrong: Wrong = records.end_run
         repeats = context.fabric.arriving.repeats
         repeats[KINDS["dispatch"]] = layout.repeat(scale.vector, lead_words=layout.TOKEN_WORDS)
         repeats[KINDS["combine"]] = layout.repeat(scale.result, lead_words=layout.RESULT_WORDS)
@@ -244,15 +231,7 @@ class Exchange:
         of them, so the caller dispatches no token to such an expert."""
         group = self._group
         assert group is not None
-        gone = np.array(sorted(dead), dtype=np.int64)
-        self._set_group(
-            msgspec.structs.replace(
-                group,
-                sources=np.setdiff1d(group.sources, gone),
-                experts=np.setdiff1d(group.experts, gone),
-                placements=tuple(placement.without(each, dead=dead) for each in group.placements),
-            )
-        )
+        self._set_group(group.without(dead))
         self._expect_anew()
 
     def _expect_anew(self) -> None:
@@ -426,11 +405,15 @@ class Exchange:
     ) -> None:
         """Write, and set flags behind, a rank's own among them: it is not done before it has written."""
 
-        def tell(indices: I64) -> None:
+        def lost(indices: I64) -> None:
             self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())
 
-        lost = None if self.on_lost is ignore else tell
         ranks = list(legs) if len(flags.targets) else []
+        first_ps = min([leg.first_ps for leg in legs.values()])
+        if first_ps > self._loop.now_ps:  # until then the ports are others'
+            await self._loop.sleep_until_ps(first_ps)
+            if self._open(key) is None:
+                return  # of a step that was given up meanwhile
         await self._writer.burst(ranks, KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
 
     def _announced(self, phase: Phase, head: bytes, _: I64, targets: I64) -> bool:
@@ -445,6 +428,8 @@ class Exchange:
         key = _HEAD.unpack(bundle.head)
         targets, sources = self._rank_of.take(bundle.targets), self._rank_of.take(bundle.sources)
         at_ps, data = bundle.delivered_ps, bundle.data
+        if not bundle.flags:
+            records.check_ends(phase, sources, targets, first=self.first, ranks=self.ranks)
         try:
             if bundle.flags:
                 self._take_flags(key, phase, targets, sources, at_ps, data)
@@ -453,9 +438,9 @@ class Exchange:
             else:
                 self._take_results(key, layout.unpack_results(targets, sources, data), at_ps)
         except CorruptError as error:
-            if self.on_wrong is end_run:
+            if self.on_wrong is records.end_run:
                 raise
-            told_ps = self._loop.now_ps + self._silence_ps(phase, bundle.head)
+            told_ps = self._loop.now_ps + due.silence_ps(self._operators.starts_ps_max)
             self._loop.call_at_ps(told_ps, self.on_wrong, key, error)
 
     def _take_tokens(self, key: Key, rows: TokenRows, at_ps: I64) -> None:

@@ -3,7 +3,8 @@
 Owns loops only: what the arrays mean is in ``arrivals``, ``layout`` and ``layer``, which call these.
 Importing this module compiles the kernels or loads them from numba's cache, so a program that forks
 imports it before. No fastmath, and no constant of another module is compiled in: numba's cache looks
-at this file only. Indices are not checked: the callers' are of their own making.
+at this file only. Indices are not checked: what came from elsewhere is looked at before (``misplaced``,
+``first_busy``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ def _kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
         result(*arguments), cache=True, fastmath=False, error_model="numpy"
     )
     return compiled
+
+
+@_kernel(I64, LINE, LINE, I64, I64)
+def misplaced(sources: Any, targets: Any, first: int, end: int) -> Any:
+    """The first message [n] that is not of a rank to another one of ``first`` to ``end``; -1: there is
+    none."""
+    for at in range(len(sources)):
+        inside = sources[at] >= 0 and first <= targets[at] < end
+        if not inside or sources[at] == targets[at]:
+            return at
+    return -1
 
 
 # --- who is complete ------------------------------------------------------------------------------

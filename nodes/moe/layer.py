@@ -13,10 +13,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from cmnet.errors import CorruptError
+from cmnet.errors import CorruptError, FrameError
 from cmnet.units import NEVER_PS
 from nodes.model.body import I64, U64
-from nodes.moe import kernels, layout
+from nodes.moe import kernels, layout, placement
 from nodes.moe.arrivals import Arrivals, Bools
 from nodes.moe.layout import TokenRows, Tokens
 from nodes.moe.placement import Placement
@@ -60,6 +60,23 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def placement(self, layer: int) -> Placement:
         """Who holds what in this layer."""
         return self.placements[layer % len(self.placements)]
+
+    def without(self, dead: frozenset[int]) -> Group:
+        """The same without these ranks (``placement.without``)."""
+        gone = np.array(sorted(dead), dtype=np.int64)
+        return msgspec.structs.replace(
+            self,
+            sources=np.setdiff1d(self.sources, gone),
+            experts=np.setdiff1d(self.experts, gone),
+            placements=tuple(placement.without(each, dead=dead) for each in self.placements),
+        )
+
+
+def check_ends(phase: Phase, sources: I64, targets: I64, *, first: int, ranks: int) -> None:
+    """Messages, not flags, came from sources [n] to targets [n]. FrameError at what no rank sends."""
+    wrong = kernels.misplaced(sources, targets, first, first + ranks)
+    if wrong >= 0 or phase == "count":
+        raise FrameError(f"a message of rank {sources[wrong]} to rank {targets[wrong]}")
 
 
 class Layer:

@@ -52,6 +52,11 @@ class Operators(msgspec.Struct, frozen=True, kw_only=True):
         """As ``dispatch_start_ps``."""
         return _ps(c.COMBINE_START.value) + self.engine_start_ps + self.launch_ps
 
+    @property
+    def starts_ps_max(self) -> int:
+        """The longer start."""
+        return max(self.dispatch_start_ps, self.combine_start_ps)
+
     def tokens_ready_ps(self, tokens: int) -> I64:
         """When each token [tokens] may be written, from the first stage on: stages a and b done."""
         copy_ps, quantise_ps = self._copy_ps(), self._quantise_ps()

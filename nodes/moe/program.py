@@ -292,13 +292,15 @@ class MoeNode:
     def _combined(self, key: Key, done_ps: dict[int, int]) -> None:
         last = key[2] + 1 == self._job.model.carried_layers
         start_ps = 0 if last else self._operators.dispatch_start_ps
+        lot = []
         for rank, at_ps in done_ps.items():
             read_ps = at_ps + self._operators.sum_ps(len(self._ranks[rank].states))
             begins_ps = read_ps
             if self._job.isolated and not last:
                 begins_ps = max(read_ps, self._period_ps((*key[:2], key[2] + 1), 0))
             ready = Ready(key[1], key[2], rank, read_ps, begins_ps)
-            self._due.add(begins_ps + start_ps, ready, start_ps)
+            lot.append((begins_ps + start_ps, ready))
+        self._due.add_all(lot, start_ps)
 
     def _period_ps(self, key: Key, operator: int) -> int:
         """When an isolated operator begins: 0 the dispatch, 1 the combine."""

@@ -34,7 +34,7 @@ class Writer:
         head: bytes,
         writes: Writes,
         flags: Writes,
-        lost: Lost | None,  # called in one place, by position
+        lost: Lost,  # called in one place, by position
     ) -> None:
         """Write from these local ranks to others and set flags behind, a rank's own among them, of 0
         bytes, which is there when all before it has left. Waits, in virtual time, until each port

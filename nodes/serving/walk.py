@@ -218,7 +218,8 @@ class Walk:
         await visit.done
         read_ps = visit.last_ps + self._operators.sum_ps(int(numbers.max(initial=-1)) + 1)
         await loop.sleep_until_ps(max(read_ps, loop.now_ps))
-        results, _ = self._exchange.results(key, tokens.ranks, tokens.numbers)
+        results, filled = self._exchange.results(key, tokens.ranks, tokens.numbers)
+        assert filled.all(), "a combine is over when all results are here"
         self._exchange.results_read(key, dict.fromkeys(part.ranks, read_ps))
         if self._before is not None:
             self._exchange.end(self._before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -746,3 +747,19 @@ def test_every_carried_byte_is_compared(octet: int) -> None:
         post = Post(0, UB_DEVICES[0], [(far, 7680, 0)])
         with pytest.raises(CorruptError, match="differs from the first"):
             post_burst(rig, post)  # on its way at once, and a rig delivers at once
+
+
+def test_flags_do_not_keep_a_frame_with_all_its_copies() -> None:
+    far = next(device for device in UB_DEVICES if machine("mini").devices[device].process == 1)
+    with Rig("mini") as rig:
+        for fabric in rig.fabrics:
+            fabric.bind(KIND, lambda _: None)
+            fabric.arriving.repeats[KIND] = THRICE
+        written: list[tuple[bytes, bytes, Payload]] = []
+        rig.fabrics[0].carry = lambda *frame: written.append((frame[2], frame[3], frame[4]))
+        post_burst(rig, Post(0, UB_DEVICES[0], [(far, 7680, 0)]))
+        head, body, payload = written[0]
+        kept = bytearray(payload)
+        before = sys.getrefcount(kept)
+        rig.fabrics[1].arriving.receive(frames.HEADER.unpack(head), body, kept)
+        assert sys.getrefcount(kept) == before

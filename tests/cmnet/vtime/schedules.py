@@ -52,6 +52,10 @@ class Entry(NamedTuple):
     process: int
 
 
+def is_cancelled(event: Event) -> bool:
+    return isinstance(event[5], Timer) and event[5].lives < 0
+
+
 class Node:
     """One process: an agenda whose events make timers and frames."""
 
@@ -79,6 +83,12 @@ class Node:
     def silence_ps(self) -> int:
         return self.draws.below(2) * self.draws.below(50)
 
+    def next_at_ps(self) -> int:
+        """As the loop has it: what was cancelled goes when it is the first."""
+        while self.agenda.heap and is_cancelled(self.agenda.heap[0]):
+            self.agenda.drop_head()
+        return self.agenda.next_at_ps()
+
     def happen(self, item: Frame | Timer) -> None:
         """What is made of an event with silence leaves after it; a timer within it inherits the rest."""
         lives, silence_ps = item.lives, item.silence_ps
@@ -89,6 +99,7 @@ class Node:
                 after_ps = self.draws.below(60)
                 left_ps = max(silence_ps - after_ps, self.silence_ps())
                 self.timer(self.now_ps + after_ps, lives - 1, left_ps)
+                self.timer(self.now_ps + self.draws.below(60), -1, 0)  # cancelled at once
             else:
                 self.send(lives - 1, self.now_ps + silence_ps)
 
@@ -158,19 +169,27 @@ class Node:
     def run(self) -> tuple[int, int, int, list[Send], int]:
         """One window; returns the report: window, next event, reaction, sends, events so far."""
         horizon_ps = self.gate.horizon_ps
-        while self.agenda.next_at_ps() < horizon_ps:
+        while self.next_at_ps() < horizon_ps:
             instant: deque[Event] = deque()
             self.agenda.take_instant(instant)
             for event in instant:
+                if is_cancelled(event):
+                    continue
                 assert event[0] >= self.now_ps
                 self.now_ps = event[0]
                 event[4](event[5])
         self.ran_to_ps = horizon_ps
         self.granted = False
-        sends = [(peer, *counts) for peer, counts in self.sends.items()]
+        sends: list[Send] = [(peer, n, at, then) for peer, (n, at, then) in self.sends.items()]
         self.sends = {}
         agenda = self.agenda
-        return self.gate.window, agenda.next_at_ps(), agenda.reaction_ps(), sends, len(self.log)
+        return (
+            self.gate.window,
+            self.next_at_ps(),
+            agenda.reaction_ps(is_cancelled),
+            sends,
+            len(self.log),
+        )
 
 
 class Result(NamedTuple):

@@ -74,9 +74,12 @@ def test_discard_takes_out_what_matches_and_keeps_the_order() -> None:
     assert [taken(agenda), taken(agenda)] == [[2], [4]]
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), max_size=30))
-def test_the_earliest_reaction_is_that_of_all_events(events: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15), st.booleans()), max_size=30))
+def test_the_earliest_reaction_is_that_of_all_events_that_are_not_cancelled(
+    events: list[tuple[int, int, bool]],
+) -> None:
     agenda = Agenda()
-    for at_ps, silence_ps in events:
-        agenda.add_timer(at_ps, print, None, silence_ps)
-    assert agenda.reaction_ps() == min([sum(event) for event in events], default=NEVER_PS)
+    for at_ps, silence_ps, cancelled in events:
+        agenda.add_timer(at_ps, nothing, cancelled, silence_ps)
+    least_ps = min([sum(event[:2]) for event in events if not event[2]], default=NEVER_PS)
+    assert agenda.reaction_ps(lambda event: bool(event[5])) == least_ps

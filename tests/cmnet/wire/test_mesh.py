@@ -76,7 +76,7 @@ class End:
         self.mesh.watch()
 
     def frame_came(
-        self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | bytearray
+        self, peer: int, header: tuple[int, ...], body: bytes, payload: bytes | memoryview
     ) -> None:
         assert (header[0], header[1]) == (len(body), len(payload))
         self.got.append((peer, header[9], body, bytes(payload)))

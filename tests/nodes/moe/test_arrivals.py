@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cmnet.errors import FrameError
 from nodes.model.body import I64
 from nodes.moe.arrivals import Arrivals
+from nodes.moe.layer import check_ends
 
 RANKS, EP_SIZE = 2, 4
 
@@ -158,3 +160,20 @@ def test_the_last_announced_flag_says_that_it_is_time() -> None:
     arrivals.wanted[1] = True
     assert not arrivals.announce(array(1, 1, 1))
     assert arrivals.announce(array(1))
+
+
+def test_what_no_rank_sends_is_refused_before_an_index_is_made_of_it() -> None:
+    ranks = np.array([0, 1])
+    check_ends("dispatch", ranks, ranks + 4, first=4, ranks=2)
+    for sources, targets in (
+        ([-1, 0], [4, 5]),
+        ([0, 1], [4, 6]),
+        ([0, 1], [3, 4]),
+        ([0, 5], [4, 5]),
+    ):
+        with pytest.raises(FrameError):
+            check_ends("dispatch", np.array(sources), np.array(targets), first=4, ranks=2)
+    with pytest.raises(FrameError):
+        check_ends("count", ranks, ranks + 4, first=4, ranks=2)
+    with pytest.raises(FrameError):
+        make().announce(np.array([0, -5]))

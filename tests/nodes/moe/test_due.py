@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from cmnet.vtime.loop import VirtualLoop
-from nodes.moe.due import Due
+from nodes.moe.due import Due, silence_ps
 
 
 def run(loop: VirtualLoop, main: Coroutine[Any, Any, None]) -> None:
@@ -91,5 +91,53 @@ def test_a_taker_that_is_cancelled_leaves_all_there() -> None:
             taker.cancel()
         assert taker.cancelled()
         assert await due.take() == [(100, "a")]
+
+    run(loop, main())
+
+
+def test_a_rank_is_taken_ahead_and_its_node_is_silent_until_its_instant() -> None:
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        loop.call_at_ps(10, due.add, 100, "a", 40)
+        loop.call_at_ps(20, lambda: reactions.append(loop.reaction_ps()))
+        assert await due.take() == [(100, "a")]
+        assert loop.now_ps == 60
+
+    reactions: list[int] = []
+    run(loop, main())
+    assert reactions == [100]
+
+
+def test_what_writes_sooner_than_the_first_shortens_the_silence() -> None:
+    """It is taken with the first, though its own turn was later."""
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        loop.call_at_ps(10, due.add, 100, "first", 80)
+        loop.call_at_ps(11, due.add, 50, "sooner", 0)
+        loop.call_at_ps(12, lambda: reactions.append(loop.reaction_ps()))
+        assert await due.take() == [(50, "sooner"), (100, "first")]
+        assert loop.now_ps == 20
+
+    reactions: list[int] = []
+    run(loop, main())
+    assert reactions == [50]
+
+
+def test_after_it_is_known_a_rank_is_silent_for_half_of_its_lead_in_any_case() -> None:
+    loop = VirtualLoop()
+    due: Due[str] = Due(loop)
+
+    async def main() -> None:
+        await loop.sleep_until_ps(100)
+        due.add(125, "in time", 40)
+        due.add(118, "by 2", 40)
+        due.add(90, "by 30", 40)
+        assert await due.take() == [(120, "by 2"), (120, "by 30"), (125, "in time")]
+        assert due.statistics() == {"late": 2, "late_ps_max": 30}
+        assert silence_ps(40) == 20
 
     run(loop, main())
