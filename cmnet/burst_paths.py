@@ -54,14 +54,14 @@ class Paths:
         sorts = (kind[ours, None] * 3 + kind) * 4 + near * 2 + same_npu
         joined = (kind[ours, None] != _KINDS["node"]) & (kind != _KINDS["node"])
         sorts[~joined | (ours[:, None] == np.arange(len(devices)))] = -1
-        table = np.zeros((len(ours), 3, len(devices)), np.int64)
-        table[:, 2] = process
-        for sort in np.unique(sorts[sorts >= 0]).tolist():
-            of_sort = sorts == sort
-            source, target = np.argwhere(of_sort)[0].tolist()
+        of_sorts = np.zeros((2, sorts.max(initial=0) + 2), np.int64)  # the last: of sort -1
+        for sort in np.flatnonzero(np.bincount(sorts.ravel() + 1)[1:]).tolist():
+            source, target = divmod(int((sorts == sort).argmax()), len(devices))
             path = self._machine.path(
                 plane=Plane.UB, operation=Operation.WRITE, source=int(ours[source]), target=target
             )
-            table[:, 0][of_sort] = path.rate_bps * numerator // denominator
-            table[:, 1][of_sort] = path.propagation_ps
+            rate_bps = path.rate_bps * numerator // denominator
+            of_sorts[:, sort] = rate_bps, path.propagation_ps
+        table = np.empty((len(ours), 3, len(devices)), np.int64)
+        table[:, 0], table[:, 1], table[:, 2] = *of_sorts[:, sorts], process
         return table

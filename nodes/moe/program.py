@@ -209,11 +209,10 @@ class MoeNode:
             self._exchange.exclude(self._missing)
         if self._passes is not None:
             self._passes.begin()
-        for rank in self._local:
-            self._ranks[rank] = _Rank(self._start(rank))
-            ready = Ready(step, -1, rank, self._loop.now_ps, self._loop.now_ps)
-            start_ps = self._operators.dispatch_start_ps
-            self._due.add(self._loop.now_ps + start_ps, ready, start_ps)
+        self._ranks = dict(zip(self._local, self._start(), strict=True))
+        now_ps, start_ps = self._loop.now_ps, self._operators.dispatch_start_ps
+        lot = [(now_ps + start_ps, Ready(step, -1, rank, now_ps, now_ps)) for rank in self._local]
+        self._due.add_all(lot, start_ps)
         left = len(self._local)
         while left:
             lot = await self._due.take()
@@ -225,12 +224,18 @@ class MoeNode:
                 ]
                 left -= await self._go_on(of_key)
 
-    def _start(self, rank: int) -> Array:
-        """The tokens of a rank: contents in turn, each token at a place of its own."""
-        first = rank * self._job.batch
-        index = np.arange(first, first + self._job.counts[rank])
+    def _start(self) -> list[_Rank]:
+        """Local ranks with their tokens: contents in turn, each token at a place of its own."""
+        batch, counts = self._job.batch, self._job.counts
+        first = self._local[0] * batch
+        index = np.arange(first, first + len(self._local) * batch)
         seeds = np.uint64(FIRST_SEED) + (index % DISTINCT_ROWS).astype(np.uint64)
-        return self._body.start_prompt(seeds, first_place=first)
+        states = self._body.start_prompt(seeds, first_place=first)
+        begins = range(0, len(states), batch)
+        return [
+            _Rank(states[begin : begin + counts[rank]])
+            for rank, begin in zip(self._local, begins, strict=True)
+        ]
 
     async def _go_on(self, lot: list[Ready]) -> int:
         """These ranks finish one layer and begin the next; returns how many have done all."""
