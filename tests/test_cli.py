@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -32,10 +32,16 @@ ROWS = (
 )
 TOKENS = 7
 """Of the two rows that the model can serve."""
+SHORT_AND_LONG = (
+    '{"timestamp": 0, "input_length": 700, "output_length": 2, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 2000, "input_length": 1300, "output_length": 200, "hash_ids": [1, 3, 4]}\n'
+)
+"""The first answer comes long before the end."""
 
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the current folder, which is the test's own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(ROWS)
     return "rows.jsonl"
@@ -58,13 +64,33 @@ def serve(trace: str, *arguments: str, **environment: str) -> dict[str, Any]:
     return report
 
 
+class Done(NamedTuple):
+    """Two runs that several tests look at, with journals, in one folder: ``one``, and ``other``, which
+    was told another rate."""
+
+    folder: Path
+    one: dict[str, Any]
+    other: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("done")
+    (folder / "rows.jsonl").write_text(ROWS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        one = serve("rows.jsonl", "--journal", "--out", "one", PYTHONHASHSEED="0")
+        other = serve("rows.jsonl", "--journal", "--out", "other", "--rate", "2")
+    return Done(folder, one, other)
+
+
 def identity(report: dict[str, Any]) -> tuple[str, int, int]:
     return report["digest"], report["windows"], report["grants"]
 
 
-def test_a_run_ends_with_one_right_object(trace: str) -> None:
+def test_a_run_ends_with_one_right_object(done: Done) -> None:
     """All keys, every token verified, the long row skipped, prefixes found, and status 0."""
-    report = serve(trace)
+    report = done.one
     assert [key for key in KEYS if key not in report] == []
     assert (report["verified"]["checked"], report["verified"]["wrong"]) == (TOKENS, 0)
     assert (report["requests"]["ok"], report["requests"]["skipped"]) == (2, 1)
@@ -73,14 +99,13 @@ def test_a_run_ends_with_one_right_object(trace: str) -> None:
     assert report["deaths"] == report["problems"] == []
 
 
-def test_a_run_is_the_same_wherever_and_however_it_runs(trace: str) -> None:
+def test_a_run_is_the_same_wherever_and_however_it_runs(trace: str, done: Done) -> None:
     """Hash seed, start order, socket buffers and carried bytes decide nothing; the seed does not
     either where the trace is given and nothing is drawn, but it is part of a generated workload."""
-    first = serve(trace, PYTHONHASHSEED="0")
     options = ["--start-order", "random", "--socket-buffer", "4KiB"]
-    assert identity(serve(trace, *options, PYTHONHASHSEED="1")) == identity(first)
-    assert serve(trace, "--scale", "full")["digest"] == first["digest"]
-    assert serve(trace, "--rate", "2")["digest"] != first["digest"]
+    assert identity(serve(trace, *options, PYTHONHASHSEED="1")) == identity(done.one)
+    assert serve(trace, "--scale", "full")["digest"] == done.one["digest"]
+    assert done.other["digest"] != done.one["digest"]
 
 
 def test_people_see_the_first_line_at_once_and_tables_at_the_end(trace: str) -> None:
@@ -94,12 +119,12 @@ def test_people_see_the_first_line_at_once_and_tables_at_the_end(trace: str) -> 
     assert kept <= {path.name for path in Path("here").iterdir()}
 
 
-def test_a_report_is_printed_again(trace: str) -> None:
+def test_a_report_is_printed_again(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the folder alone."""
-    report = serve(trace, "--out", "here")
-    again = command("report", "here", "--json")
+    monkeypatch.chdir(done.folder)
+    again = command("report", "one", "--json")
     assert again.returncode == 0
-    assert msgspec.json.decode(again.stdout) == report
+    assert msgspec.json.decode(again.stdout) == done.one
 
 
 def test_a_replay_has_the_same_digest(trace: str, tmp_path: Path) -> None:
@@ -124,20 +149,23 @@ def test_a_replay_has_the_same_digest(trace: str, tmp_path: Path) -> None:
     assert command(*last[2:]).returncode == 0
 
 
-def test_a_replay_of_a_trace_that_changed_is_refused(trace: str) -> None:
+def test_a_replay_of_a_trace_that_changed_is_refused(
+    done: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would be another run."""
-    serve(trace, "--out", "here")
-    with Path(trace).open("a") as stream:
-        stream.write("\n")
-    ended = command("replay", "here")
+    monkeypatch.chdir(done.folder)
+    Path("rows.jsonl").write_text(ROWS + "\n")
+    ended = command("replay", "one")
+    Path("rows.jsonl").write_text(ROWS)
     assert ended.returncode == 2
     assert "rows.jsonl: 'another content' is wrong" in ended.stderr
 
 
-def test_diff_names_the_first_event_that_differs(trace: str) -> None:
+def test_diff_names_the_first_event_that_differs(
+    done: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And says by which of the two things they were told it may be."""
-    serve(trace, "--out", "one", "--journal")
-    serve(trace, "--out", "other", "--journal", "--rate", "2")
+    monkeypatch.chdir(done.folder)
     ended = command("diff", "one", "other")
     assert ended.returncode == 1
     lines = ended.stdout.splitlines()
@@ -207,7 +235,8 @@ def test_nothing_outlives_a_killed_supervisor(trace: str) -> None:
 
 def test_a_node_killed_from_outside_is_named_and_replays(trace: str) -> None:
     """The others finish right, and the record repeats the death to the same digest."""
-    process = started(trace, "--requests", "12")
+    Path(trace).write_text(SHORT_AND_LONG)
+    process = started(trace, "--trace", trace)
     mine = process.pid
     nodes = sorted(pid for pid in members(mine) if mine not in (pid, parent(pid)))
     os.kill(nodes[2], signal.SIGKILL)  # the zygote's children, in the order of their index
@@ -244,10 +273,16 @@ def moe(*arguments: str, **environment: str) -> dict[str, Any]:
     return report
 
 
-def test_moe_ends_with_one_right_object(trace: str) -> None:
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a run of ``moe`` that two tests look at."""
+    return moe("--out", str(tmp_path_factory.mktemp("moe") / "run"), PYTHONHASHSEED="0")
+
+
+def test_moe_ends_with_one_right_object(trace: str, exchanged: dict[str, Any]) -> None:
     """All keys, every token of every layer verified, with either model and at any scale; the first line
     says what runs, and carried bytes decide nothing."""
-    report = moe()
+    report = exchanged
     assert [key for key in KEYS if key not in report] == []
     assert (report["verified"]["checked"], report["verified"]["wrong"]) == (8 * 20 * 2, 0)
     assert report["problems"] == report["errors"] == []
@@ -255,12 +290,11 @@ def test_moe_ends_with_one_right_object(trace: str) -> None:
     assert moe("--model", "seal")["verified"] == report["verified"]
 
 
-def test_moe_is_the_same_however_it_runs(trace: str) -> None:
+def test_moe_is_the_same_however_it_runs(trace: str, exchanged: dict[str, Any]) -> None:
     """As serve; and without verification, which it then says."""
-    first = moe(PYTHONHASHSEED="0")
     options = ["--start-order", "random", "--socket-buffer", "4KiB", "--no-verify"]
     other = moe(*options, PYTHONHASHSEED="1")
-    assert identity(other) == identity(first)
+    assert identity(other) == identity(exchanged)
     assert (other["verified"]["checked"], other["verified"]["asked"]) == (0, False)
 
 

@@ -20,7 +20,7 @@ from tests.rig import machine
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = {"end_us": 500}
+PROGRAM = {"end_us": 200}
 Numbers = tuple[str, int, int, int]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from cmnet.launch import agent
 from cmnet.launch.supervisor import NodeFault, RunResult, Supervisor
+from cmnet.vtime import loop
 from tests.machine import programs
 from tests.machine.conftest import Runner, lives, wait_for
 from tests.rig import machine
@@ -38,12 +39,19 @@ def test_a_program_that_ends_ends_the_run(run: Runner) -> None:
     ]
 
 
-@pytest.mark.parametrize("program", [programs.spins, programs.spins_on_timers])
+@pytest.mark.parametrize(
+    ("program", "limit"),
+    [(programs.spins, loop.SPIN_LIMIT), (programs.spins_on_timers, 100_000)],
+    ids=["spins", "spins_on_timers"],
+)
 def test_a_node_that_spins_ends_the_run_with_its_name_and_place(
-    run: Runner, program: object
+    run: Runner, program: object, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the limit as it is, and at another."""
+    monkeypatch.setattr(loop, "SPIN_LIMIT", limit)
     result = run(program)  # type: ignore[arg-type]  # from a table
     assert result.error_code == "SPIN"
+    assert f"{limit} callbacks" in result.error
     assert "node01" in result.error and "5 us" in result.error
     assert "spins: program in" in result.detail or "spins: spins_on_timers" in result.detail
     assert "programs.py" in result.detail

@@ -82,6 +82,8 @@ def assert_exact(asked: Asked) -> None:
 SIZES = [32, 512, 4 * KIB + 1, 64 * KIB, MIB, 4 * MIB + 3, 64 * MIB, GIB]
 FAST_CHUNKS = 1_500
 """Above so many chunks a case is slow."""
+MANY_CHUNKS = 50_000
+"""Above so many it is left to ``make soak``."""
 MOST_CHUNKS = 140_000
 """Above so many a case is left to the one that has the most: 64 GiB on VPC."""
 
@@ -95,6 +97,7 @@ def cases() -> list[Any]:
                 if flows * size > 64 * GIB or chunks > MOST_CHUNKS:
                     continue
                 marks = [pytest.mark.slow] if chunks > FAST_CHUNKS or flows == 1000 else []
+                marks += [pytest.mark.soak] if chunks > MANY_CHUNKS else []
                 found.append(pytest.param(plane, flows, size, marks=marks))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -132,11 +134,18 @@ def serve(folder: Path, plan: str, scale: str) -> Served:
     return local.serve(MACHINE, job, folder, rules=broken.rules(plan))
 
 
+@functools.cache
+def ran(name: str) -> Served:
+    """The run of a plan, which two tests look at."""
+    with tempfile.TemporaryDirectory() as folder:
+        return serve(Path(folder, "64"), PLANS[name][0], "64")
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_every_request_ends_right_or_with_an_error(name: str, tmp_path: Path) -> None:
     """Nothing is lost, nothing is wrong, and neither a repetition nor the scale changes the digest."""
     plan, least_ok = PLANS[name]
-    served = serve(tmp_path / "64", plan, "64")
+    served = ran(name)
     assert sorted(record["index"] for record in served.requests) == list(range(len(REQUESTS)))
     assert served.wrong == 0, served.first
     errors = [record["error"] for record in served.requests if record["status"] != "ok"]
@@ -145,10 +154,9 @@ def test_every_request_ends_right_or_with_an_error(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a decode node off UB when its group forms", "loss on UB"])
-def test_lost_control_messages_cost_seconds_not_minutes(name: str, tmp_path: Path) -> None:
+def test_lost_control_messages_cost_seconds_not_minutes(name: str) -> None:
     """Hello, Joined and GiveUp are said again: nobody has to wait for the last resort."""
-    served = serve(tmp_path / "64", PLANS[name][0], "64")
-    assert max(record["ended_ps"] for record in served.requests) < 40 * S
+    assert max(record["ended_ps"] for record in ran(name).requests) < 40 * S
 
 
 def test_a_node_that_only_seemed_dead_serves_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.nodes.serving.local import Served
 pytestmark = pytest.mark.slow
 
 MACHINE = local.mini()
-ROWS = 8
+ROWS, TWIN_ROWS = 8, 4
 MOONCAKE = "mooncake_synthetic.jsonl"
 AZURE = "azure_llm_2023_code.csv"
 
@@ -69,7 +69,7 @@ def generated() -> Workload:
     model = MACHINE.sections["model"]
     assert isinstance(model, ModelSettings)
     return workload.generate(
-        seed=3, max_tokens=model.max_tokens, block_tokens=model.block_tokens, requests=ROWS
+        seed=8, max_tokens=model.max_tokens, block_tokens=model.block_tokens, requests=TWIN_ROWS
     )
 
 

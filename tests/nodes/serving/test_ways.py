@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,17 @@ def answers(served: Served) -> list[tuple[Any, ...]]:
 
 
 @functools.cache
-def plainly(folder: Path, body: bodies.Name) -> Served:
-    """Neither micro-batches nor drafts."""
-    return serve(folder / f"plain {body}", PLAIN, body)
-
-
-@pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("once")
+def ran(decoding: Decoding, body: bodies.Name = "seal") -> Served:
+    """A run without faults, which several tests look at."""
+    with tempfile.TemporaryDirectory() as folder:
+        return serve(Path(folder), decoding, body)
 
 
 @pytest.mark.parametrize("body", ["seal", "exact"])
 @pytest.mark.parametrize("name", WAYS)
-def test_tokens_seals_and_receipts_are_those_without(
-    name: str, body: bodies.Name, once: Path, tmp_path: Path
-) -> None:
+def test_tokens_seals_and_receipts_are_those_without(name: str, body: bodies.Name) -> None:
     """And right: the oracle checks all of them, and with drafts the MTP layer's states too."""
-    plain, served = plainly(once, body), serve(tmp_path, WAYS[name], body)
+    plain, served = ran(PLAIN, body), ran(WAYS[name], body)
     assert (served.checked, served.wrong) == (plain.checked, 0), served.first
     assert answers(served) == answers(plain)
     assert served.digest != plain.digest
@@ -71,25 +66,24 @@ def test_tokens_seals_and_receipts_are_those_without(
         )
 
 
-def test_right_drafts_save_time_and_wrong_ones_cost_it(once: Path, tmp_path: Path) -> None:
+def test_right_drafts_save_time_and_wrong_ones_cost_it() -> None:
     """From first token to last, 40 tokens: one draft in one or none right, and all between."""
 
     def taken_ps(served: Served) -> int:
         long = next(each for each in served.requests if each["output_tokens"] == 40)
         return int(long["token_ps"][-1] - long["token_ps"][0])
 
-    plain = taken_ps(plainly(once, "seal"))
+    plain = taken_ps(ran(PLAIN))
     none, some, every = (
-        taken_ps(serve(tmp_path / accept, Decoding(drafts=1, accept=accept)))
-        for accept in ("0", "0.7", "1")
+        taken_ps(ran(Decoding(drafts=1, accept=accept))) for accept in ("0", "0.7", "1")
     )
     assert every < some < plain < none
     assert every > plain / 2
 
 
-def test_two_tokens_of_a_step_come_together(tmp_path: Path) -> None:
+def test_two_tokens_of_a_step_come_together() -> None:
     """In order, at one instant; never more than were asked for."""
-    served = serve(tmp_path, Decoding(drafts=1, accept="1"))
+    served = ran(Decoding(drafts=1, accept="1"))
     for record in served.requests:
         times = record["token_ps"]
         assert len(times) == record["output_tokens"]
@@ -99,7 +93,7 @@ def test_two_tokens_of_a_step_come_together(tmp_path: Path) -> None:
 
 def test_a_run_with_both_repeats(tmp_path: Path) -> None:
     """Coins and streams are of the seed and of virtual time alone; another seed draws other coins."""
-    first, again = (serve(tmp_path / str(number), BOTH).digest for number in range(2))
+    first, again = ran(BOTH).digest, serve(tmp_path / "again", BOTH).digest
     other = Decoding(microbatch="on", drafts=1, seed=1)
     assert first == again != serve(tmp_path / "other", other).digest
 
@@ -150,14 +144,12 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_under_faults_every_request_ends_right_or_with_an_error(
-    name: str, once: Path, tmp_path: Path
-) -> None:
+def test_under_faults_every_request_ends_right_or_with_an_error(name: str, tmp_path: Path) -> None:
     """A step that is given up leaves neither a draft nor a token behind, whichever half it was in."""
     served = serve(tmp_path, BOTH, rules=broken.rules(PLANS[name]))
     assert sorted(record["index"] for record in served.requests) == list(range(len(REQUESTS)))
     assert served.wrong == 0, served.first
-    plain = {answer[0]: answer for answer in answers(plainly(once, "seal"))}
+    plain = {answer[0]: answer for answer in answers(ran(PLAIN))}
     for answer in answers(served):
         assert answer[1] == "error" or answer == plain[answer[0]]
     assert sum(record["status"] == "ok" for record in served.requests) >= 5

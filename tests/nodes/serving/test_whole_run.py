@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from nodes.model import bodies, tamper
 from nodes.moe.layer import Touch
 from nodes.serving.workload import Request
 from tests.nodes.serving import local
+from tests.nodes.serving.local import Served
 
 SECOND_PS = 10**12
 
@@ -42,28 +45,32 @@ def requests_for_faults() -> list[Request]:
     ]
 
 
-def test_every_token_and_seal_is_the_oracles(tmp_path: Path) -> None:
+@functools.cache
+def plain() -> Served:
+    """The run of those requests, which several tests look at."""
+    machine = local.mini()
+    with tempfile.TemporaryDirectory() as folder:
+        return local.serve(machine, local.job_of(machine, requests()), Path(folder))
+
+
+def test_every_token_and_seal_is_the_oracles() -> None:
     """Prefill, store, transfer, dispatch and combine lose nothing and mix nothing up."""
-    machine = local.mini()
-    served = local.serve(machine, local.job_of(machine, requests()), tmp_path)
-    assert (served.checked, served.wrong) == (7 + 5 + 1 + 9 + 4, 0)
-    assert [r["status"] for r in served.requests] == ["ok"] * 5
+    assert (plain().checked, plain().wrong) == (7 + 5 + 1 + 9 + 4, 0)
+    assert [r["status"] for r in plain().requests] == ["ok"] * 5
 
 
-def test_a_prefix_in_the_store_is_used(tmp_path: Path) -> None:
+def test_a_prefix_in_the_store_is_used() -> None:
     """The second and the last request begin with blocks that the first one stored."""
-    machine = local.mini()
-    served = local.serve(machine, local.job_of(machine, requests()), tmp_path)
-    hits = {r["index"]: (r["blocks_hit"], r["blocks"]) for r in served.requests}
+    hits = {r["index"]: (r["blocks_hit"], r["blocks"]) for r in plain().requests}
     assert hits == {0: (0, 3), 1: (2, 3), 2: (0, 1), 3: (0, 2), 4: (2, 3)}
 
 
 def test_the_digest_is_of_the_run_and_its_timing(tmp_path: Path) -> None:
     """Same run, same digest; another workload, another digest; and the scale changes nothing."""
     machine = local.mini()
-    digests = []
+    digests = [plain().digest]
     for number, (wanted, scale) in enumerate(
-        [(requests(), "64"), (requests(), "64"), (requests(), "full"), (requests()[:-1], "64")]
+        [(requests(), "64"), (requests(), "full"), (requests()[:-1], "64")]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -73,11 +80,9 @@ def test_the_digest_is_of_the_run_and_its_timing(tmp_path: Path) -> None:
     assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
-def test_times_are_in_order(tmp_path: Path) -> None:
+def test_times_are_in_order() -> None:
     """No token comes before its request, nor before the token before it."""
-    machine = local.mini()
-    served = local.serve(machine, local.job_of(machine, requests()), tmp_path)
-    for record in served.requests:
+    for record in plain().requests:
         times = [record["arrival_ps"], record["first_token_ps"], *record["token_ps"][1:]]
         assert all(earlier < later for earlier, later in itertools.pairwise(times))
         assert record["token_ps"][0] == record["first_token_ps"]
@@ -90,7 +95,8 @@ STORE_KINDS = {
 }
 """Faults on the way from the store, beside those that need no store."""
 
-PLACES = 20
+PLACES = [5, pytest.param(20, marks=pytest.mark.soak)]
+"""How many random places of a run each fault is tried at; the draws of the few begin the many's."""
 
 
 def of_routed_experts(touch: Touch) -> Touch:
@@ -108,19 +114,20 @@ def of_routed_experts(touch: Touch) -> Touch:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("body", ["seal", "exact"])
 @pytest.mark.parametrize("kind", sorted(tamper.KINDS | STORE_KINDS))
 def test_a_fault_of_transport_is_seen(
-    kind: str, body: bodies.Name, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, body: bodies.Name, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kind of lost, doubled, exchanged or changed message, at 20 random places of a run."""
+    """Each kind of lost, doubled, exchanged or changed message, at random places of a run."""
     monkeypatch.setattr(tamper, "KINDS", tamper.KINDS | STORE_KINDS)
     machine = local.mini()
     job = local.job_of(machine, requests_for_faults(), body=body)
     draws = stream(1, f"faults.{kind}")
     few = kind in STORE_KINDS or tamper.KINDS[kind][0] in ("seeds", "rows")
     seen = done = 0
-    for attempt in range(3 * PLACES):
+    for attempt in range(3 * places):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         fault = tamper.Tamper(kind, passes=draws.below(2 if few else 15), draw=draws.below)
@@ -128,9 +135,9 @@ def test_a_fault_of_transport_is_seen(
         failed = any(record["status"] != "ok" for record in served.requests)
         done += fault.done  # not where the drawn pass does not come
         seen += fault.done and (served.wrong > 0 or failed)
-        if done == PLACES:
+        if done == places:
             break
-    assert (done, seen) == (PLACES, PLACES)
+    assert (done, seen) == (places, places)
 
 
 def test_an_untouched_run_has_nothing_to_see(tmp_path: Path) -> None:
