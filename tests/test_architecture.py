@@ -59,6 +59,7 @@ PURE = (
     "nodes/model/",
     "nodes/moe/arrivals.py",
     "nodes/moe/buffers.py",
+    "nodes/moe/detector.py",
     "nodes/moe/eplb.py",
     "nodes/moe/kernels.py",
     "nodes/moe/layout.py",

@@ -52,7 +52,7 @@ def enter(parent: str) -> None:
     os.nice(NICENESS)
 
 
-def told_to_finish() -> bool:
-    """In the helper: whether the run is over (or its supervisor is gone)."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
+def told_to_finish(wait_s: float = 0.0) -> bool:
+    """In the helper: whether the run is over (or its supervisor is gone), or will be within ``wait_s``."""
+    readable, _, _ = select.select([sys.stdin], [], [], wait_s)
     return bool(readable)

@@ -11,8 +11,11 @@ from pathlib import Path
 
 POLL_S = 0.05
 
+Ended = Callable[[float], bool]
+"""Whether nothing more will be written; waits up to so many seconds for that."""
 
-def follow(path: Path, *, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[bytes]:
+
+def follow(path: Path, *, ended: Ended, poll_s: float = POLL_S) -> Iterator[bytes]:
     """Whole lines of a file as they come, without their newline.
 
     Goes on until ``ended`` has said that nothing more will be written and all was read. A last line
@@ -21,13 +24,11 @@ def follow(path: Path, *, ended: Callable[[], bool], poll_s: float = POLL_S) -> 
     return follow_all([path], ended=ended, poll_s=poll_s)
 
 
-def follow_all(
-    paths: Sequence[Path], *, ended: Callable[[], bool], poll_s: float = POLL_S
-) -> Iterator[bytes]:
+def follow_all(paths: Sequence[Path], *, ended: Ended, poll_s: float = POLL_S) -> Iterator[bytes]:
     """As ``follow``, for several files; lines of one keep their order."""
-    offsets = [0] * len(paths)
+    offsets, wait_s = [0] * len(paths), 0.0
     while True:
-        last, idle = ended(), True
+        last, idle = ended(wait_s), True
         for index, path in enumerate(paths):
             data = _from(path, offsets[index])
             whole = data.rfind(b"\n") + 1
@@ -36,8 +37,7 @@ def follow_all(
             yield from data[:whole].splitlines()
         if last:
             return
-        if idle:
-            time.sleep(poll_s)
+        wait_s = poll_s if idle else 0.0
 
 
 def wall_s() -> float:

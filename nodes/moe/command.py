@@ -87,8 +87,6 @@ def prepare(
 
 def run(prepared: Prepared, folder: Path, screen: Screen) -> Record:
     """Run and verify; leaves everything that a report needs in the folder."""
-    from nodes.moe.program import make_program  # with its kernels: only where something runs
-
     machine, job, options = prepared.machine, prepared.job, prepared.options
     told = setup.told(machine, job, fingerprint=_fingerprint(job), verify=options.verify)
     record = _record(prepared)
@@ -96,10 +94,13 @@ def run(prepared: Prepared, folder: Path, screen: Screen) -> Record:
     setup.write_told(folder, told)
     verifier = _verifier(folder) if options.verify else None
     try:
+        from nodes.moe.program import make_program  # with its kernels: only where something runs
+
+        program = make_program(machine, job)
         started_s = tail.wall_s()
         ended = Supervisor(
             machine=machine,
-            program=make_program(machine, job),
+            program=program,
             settings=running.settings(machine, prepared.plan, options),
             folder=folder,
         ).run()

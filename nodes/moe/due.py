@@ -4,9 +4,9 @@ Owns the order in which they are taken, and what becomes of one that is known la
 done for them. One call for many ranks costs what one for one rank does; each keeps its own instant. What
 is taken depends on virtual instants only.
 
-An operator starts before it writes, so a rank is taken ``ahead`` of its instant: what it writes is made
-then, and leaves at the instant. Meanwhile its node is silent, which widens the windows of all
-(``vtime.agenda``).
+An operator starts before it writes, so a rank is taken ``ahead`` of its instant, or once all ranks of the
+node are known: what it writes is made then, and leaves at the instant. Meanwhile its node is silent, which
+widens the windows of all (``vtime.agenda``), so that many nodes compute in one.
 
 A rank is known to be complete at the event of a frame of flags, the first byte of its last flag
 (``cmnet.burst_arrivals``). Without rules that is little after the rank was complete: the flags of one
@@ -57,9 +57,11 @@ class Due(Generic[T]):
         """See ``add_all``."""
         self.add_all([(at_ps, item)], ahead_ps)
 
-    def add_all(self, items: list[tuple[int, T]], ahead_ps: int = 0) -> None:
-        """Items to be taken ``ahead_ps`` before their instants. One that is ``late`` gets the soonest
-        instant that its silence allows."""
+    def add_all(
+        self, items: list[tuple[int, T]], ahead_ps: int = 0, *, at_once: bool = False
+    ) -> None:
+        """Items to be taken ``ahead_ps`` before their instants, or ``at_once``. One that is ``late`` gets
+        the soonest instant that its silence allows."""
         now_ps = self._loop.now_ps
         soonest_ps = now_ps + silence_ps(ahead_ps)
         first_ps = min([at_ps for at_ps, _ in items], default=NEVER_PS)
@@ -67,7 +69,7 @@ class Due(Generic[T]):
             items = [self._in_time(at_ps, item, soonest_ps) for at_ps, item in items]
             first_ps = soonest_ps
         self._items += items
-        take_ps = max(first_ps - ahead_ps, now_ps)
+        take_ps = now_ps if at_once else max(first_ps - ahead_ps, now_ps)
         if take_ps < self._take_ps or first_ps < self._first_ps:
             self._take_ps = min(self._take_ps, take_ps)
             self._first_ps = min(self._first_ps, first_ps)

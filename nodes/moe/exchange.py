@@ -7,7 +7,7 @@ time of computation, what a rank does when it is complete (callbacks), nor who t
 A source writes its tokens in (token, k) order, then one flag to *every* expert rank; an expert rank
 writes results to the slot (token, k) of the source, then one flag to *every* source. A rank is complete
 when all flags are here and all rows that they count. Nobody waits for a barrier: that a rank has the
-combine flags of all says that all have read their dispatch (see ``buffers``).
+combine flags of all says that all have read their dispatch (see ``detector``).
 
 Rows and flags are known here somewhat before they are delivered (``cmnet.bursts``): every callback gets
 the instant at which a rank is complete, and nothing may be done for it before that.
@@ -28,7 +28,7 @@ from cmnet.errors import CorruptError
 from cmnet.launch.agent import Context
 from nodes.model import tiles
 from nodes.model.body import I64, U64, Body
-from nodes.moe import buffers, due, layout, placement, sending
+from nodes.moe import buffers, detector, due, layout, placement, sending
 from nodes.moe import layer as records
 from nodes.moe.arrivals import Arrivals, Bools
 from nodes.moe.layer import KINDS, Complete, Group, Key, Late, Layer, Lost, Phase, Samples, Wrong
@@ -162,7 +162,7 @@ class Exchange:
         if shape == self._shape and not anew:
             return
         self._shape = shape
-        self._buffers = buffers.make(
+        self._buffers = detector.make(
             ranks=self.ranks,
             dispatch_slots=shape[0] * len(self._devices),
             combine_slots=shape[1],
@@ -274,6 +274,11 @@ class Exchange:
     def is_open(self, key: Key) -> bool:
         """Somebody here still wants something of this layer."""
         return key in self._layers
+
+    def all_done(self, key: Key, phase: Phase) -> bool:
+        """No local rank waits any more."""
+        arrivals = self._layers[key].arrivals[phase]
+        return bool(arrivals.done[arrivals.wanted].all())
 
     def arrivals(self, key: Key, phase: Phase) -> Arrivals:
         """What came to local ranks (0 is ``first``), for the record."""

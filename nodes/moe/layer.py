@@ -1,7 +1,7 @@
 """One layer of one step at one node, and who takes part: the records of ``exchange``.
 
 Owns rows and results while they lie here. Does not own when a rank is complete (``arrivals``), slots
-(``buffers``) nor messages (``exchange``).
+(``detector``) nor messages (``exchange``).
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from cmnet.record import tail
 
 
-def script(path: Path, writes: Iterable[bytes]) -> Callable[[], bool]:
+def script(path: Path, writes: Iterable[bytes]) -> tail.Ended:
     """Writes one piece each time it is asked whether the end has come; says so after the last."""
     pieces = iter(writes)
 
-    def ended() -> bool:
+    def ended(_: float) -> bool:
         piece = next(pieces, None)
         if piece is not None:
             with path.open("ab") as stream:
@@ -38,7 +38,7 @@ def test_a_last_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
 
 def test_a_file_that_never_comes_has_no_lines(tmp_path: Path) -> None:
     """A run can end before its first request does."""
-    assert list(tail.follow(tmp_path / "f", ended=lambda: True)) == []
+    assert list(tail.follow(tmp_path / "f", ended=lambda _: True)) == []
 
 
 def test_several_files_are_followed_together(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_several_files_are_followed_together(tmp_path: Path) -> None:
     first.write_bytes(b"1\n2\n3")
     asked = 0
 
-    def ended() -> bool:
+    def ended(_: float) -> bool:
         nonlocal asked
         asked += 1
         if asked == 2:

@@ -7,8 +7,8 @@ import pytest
 
 from cmnet.errors import CorruptError
 from nodes.model.body import I64
-from nodes.moe import buffers
-from nodes.moe.buffers import Buffer
+from nodes.moe import buffers, detector
+from nodes.moe.detector import Buffer
 from nodes.settings import ModelSettings
 
 MODEL = ModelSettings()
@@ -89,7 +89,7 @@ def test_nothing_is_written_or_read() -> None:
 
 
 def test_two_buffers_do_not_see_each_other() -> None:
-    pair = buffers.make(ranks=2, dispatch_slots=4, combine_slots=4, shared=False, model=MODEL)
+    pair = detector.make(ranks=2, dispatch_slots=4, combine_slots=4, shared=False, model=MODEL)
     pair["dispatch"].write(array(0), array(0), array(1))
     pair["combine"].write(array(0), array(0), array(2))
     with pytest.raises(CorruptError, match=r"^combine buffer"):
@@ -100,7 +100,7 @@ def test_two_buffers_do_not_see_each_other() -> None:
 def test_in_one_memory_slots_meet_by_bytes(combine: int, meets: bool) -> None:
     """A result has 28 units of 512 B, a token 15: token slot 3 is units 45 to 59, result slots 0 and 1
     units 0 to 55."""
-    pair = buffers.make(ranks=2, dispatch_slots=8, combine_slots=4, shared=True, model=MODEL)
+    pair = detector.make(ranks=2, dispatch_slots=8, combine_slots=4, shared=True, model=MODEL)
     tokens = array(3) if combine == 1 else array(1)
     pair["dispatch"].write(array(1), tokens, array(1))
     if meets:

@@ -118,7 +118,7 @@ def test_a_line_that_is_no_result_is_wrong(data: bytes) -> None:
 
 def test_it_reads_all_nodes_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is told that nothing more comes."""
-    monkeypatch.setattr("cmnet.launch.beside.told_to_finish", lambda: True)
+    monkeypatch.setattr("cmnet.launch.beside.told_to_finish", lambda _: True)
     told = made_up.told()
     folder = made_up.write_run(tmp_path / "run", told, made_up.lines(JOB))
     assert setup.read_told(folder) == told
