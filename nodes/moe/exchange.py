@@ -275,9 +275,9 @@ class Exchange:
         """Somebody here still wants something of this layer."""
         return key in self._layers
 
-    def all_done(self, key: Key, phase: Phase) -> bool:
-        """No local rank waits any more."""
-        arrivals = self._layers[key].arrivals[phase]
+    def all_dispatched(self, key: Key) -> bool:
+        """No local rank with experts waits for tokens any more."""
+        arrivals = self._layers[key].arrivals["dispatch"]
         return bool(arrivals.done[arrivals.wanted].all())
 
     def arrivals(self, key: Key, phase: Phase) -> Arrivals:

@@ -76,7 +76,7 @@ class Experts:
             if self.hold_ps is not None:
                 began_ps = self.hold_ps(key, began_ps)
             lot.append((began_ps + start_ps, Served(key, rank, count[0], read_ps, began_ps)))
-        self._due.add_all(lot, start_ps, at_once=self._exchange.all_done(key, "dispatch"))
+        self._due.add_all(lot, start_ps, at_once=self._exchange.all_dispatched(key))
 
     def _count_times_ps(self, rows: int, experts: int) -> tuple[int, int]:
         """Of the reordering, and of the experts; many ranks have the same rows, or none."""

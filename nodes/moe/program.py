@@ -305,7 +305,7 @@ class MoeNode:
                 begins_ps = max(read_ps, self._period_ps((*key[:2], key[2] + 1), 0))
             ready = Ready(key[1], key[2], rank, read_ps, begins_ps)
             lot.append((begins_ps + start_ps, ready))
-        all_known = not last and self._exchange.all_done(key, "combine")
+        all_known = not last and bool(self._exchange.arrivals(key, "combine").done.all())
         self._due.add_all(lot, start_ps, at_once=all_known)
 
     def _period_ps(self, key: Key, operator: int) -> int:
@@ -332,7 +332,7 @@ class MoeNode:
             rank.index, rank.states = numbers[whole[begin:end]], states[begin:end]
             lines.append(self._line(key, ready, seals[begin:end].tobytes()))
         self._write(lines)
-        if self._exchange.all_done(key, "combine"):
+        if self._exchange.arrivals(key, "combine").done.all():
             self._exchange.end((0, key[1], key[2] - 1))
 
     def _combine(self, ranks: list[_Rank], results: U64, whole: I64, layer: int) -> Array:
