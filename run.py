@@ -109,7 +109,9 @@ Json = Annotated[
 ]
 Plan = Annotated[str | None, typer.Option(metavar="FILE", help="Faults and their instants (YAML).")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")]
-Seed = Annotated[str, typer.Option(metavar="N", help="Decides every random draw.")]
+Seed = Annotated[
+    str, typer.Option(metavar="N", help="Decides random draws: faults, arrivals, coins.")
+]
 
 
 def _option(metavar: str, text: str) -> Any:

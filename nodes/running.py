@@ -173,7 +173,8 @@ def can_fail(plan: Plan) -> bool:
 def read_statistics(folder: Path) -> list[dict[str, Any]]:
     """Counters of each process that lived at the end."""
     files = sorted((folder / "statistics").glob("*.json"))
-    return [msgspec.json.decode(path.read_bytes()) for path in files]
+    expected = "what a process of the run counted"
+    return [records.decoded(path, dict[str, Any], expected=expected) for path in files]
 
 
 def plane_rows(statistics: list[dict[str, Any]]) -> list[dict[str, Any]]:

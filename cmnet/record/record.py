@@ -14,13 +14,15 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from cmnet.errors import InputError
 from cmnet.topology import document, load
 from cmnet.topology.machine import Machine
+
+T = TypeVar("T")
 
 FILE = "record.json"
 RUNS = Path("runs")
@@ -116,6 +118,14 @@ def read(folder: Path) -> Record:
         expected = f"{FORMAT}, as this version writes it"
         raise InputError(file=str(path), key="format", value=record.format, expected=expected)
     return record
+
+
+def decoded(path: Path, kind: type[T], *, expected: str) -> T:
+    """A JSON file of a run's folder. Raises InputError, with what was ``expected``, where it is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(file=str(path), key="", value=str(error), expected=expected) from None
 
 
 def find(name: str) -> Path:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from cmnet.errors import InputError
 from cmnet.launch import options as values
+from cmnet.record import record as records
 from cmnet.topology.machine import Machine
 from cmnet.units import format_bytes
 from nodes.constants import EXPERT_WEIGHTS
@@ -153,12 +153,7 @@ def write_told(folder: Path, told: Told) -> None:
 
 def read_told(folder: Path) -> Told:
     """``moe.json`` of a run's folder. Raises InputError."""
-    path = folder / FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Told)
-    except (OSError, msgspec.DecodeError) as error:
-        expected = "what a moe run wrote at its start"
-        raise InputError(file=str(path), key="", value=str(error), expected=expected) from None
+    return records.decoded(folder / FILE, Told, expected="what a moe run wrote at its start")
 
 
 # --- checks --------------------------------------------------------------------------------------

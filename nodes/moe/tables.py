@@ -205,7 +205,7 @@ def _memory_table(report: Report) -> Table:
         ("dispatch buffer", "dispatch_buffer_bytes"),
         ("combine buffer", "combine_buffer_bytes"),
         ("of it the slot rule can touch", "combine_touched_bytes"),
-        (f"weights of {memory['expert_slots']} experts a layer", "weights_bytes"),
+        (f"weights of {memory['expert_slots']} experts a layer, all layers", "weights_bytes"),
         ("HBM of a die", "hbm_bytes"),
     )
     rows = [(text, str(memory[key]), f"{memory[key] / 2**20:.1f}") for text, key in charged]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cmnet.launch import beside
+from cmnet.record import record as records
 from cmnet.record import tail
 from nodes.model import layer_oracle
 from nodes.model.body import I64, U64
@@ -199,11 +200,11 @@ def verify(folder: Path) -> Verified:
 
 
 def read(folder: Path) -> Verified:
-    """``verified.json``; nothing checked where there is none."""
+    """``verified.json``; nothing checked where there is none. Raises InputError at a damaged one."""
     path = folder / FILE
     if not path.exists():
         return Verified(first="the verifier did not finish")
-    return msgspec.json.decode(path.read_bytes(), type=Verified)
+    return records.decoded(path, Verified, expected="what the verifier of the run wrote")
 
 
 def _is_index(index: I64, count: int) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cmnet.launch import beside
+from cmnet.record import record as records
 from cmnet.record import tail
 from nodes.model import bodies
 from nodes.model.oracle import ClaimedRequest
@@ -99,11 +100,11 @@ def verify(folder: Path) -> Verified:
 
 
 def read(folder: Path) -> Verified:
-    """``verified.json``; nothing checked where there is none."""
+    """``verified.json``; nothing checked where there is none. Raises InputError at a damaged one."""
     path = folder / FILE
     if not path.exists():
         return Verified(first="the verifier did not finish")
-    return msgspec.json.decode(path.read_bytes(), type=Verified)
+    return records.decoded(path, Verified, expected="what the verifier of the run wrote")
 
 
 if __name__ == "__main__":

@@ -89,3 +89,12 @@ def test_what_was_told_differently_is_named() -> None:
     other = msgspec.structs.replace(make(), seed=8, command_line=["serve"])
     assert record.differences(make(), make()) == []
     assert record.differences(make(), other) == ["seed"]
+
+
+@pytest.mark.parametrize("data", [b"", b'{"a', b"junk", b'{"a": "\xff"}', b"[]", None])
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "counts.json"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(InputError, match=r"counts\.json.*what was counted"):
+        record.decoded(path, dict[str, int], expected="what was counted")
