@@ -63,8 +63,8 @@ def write(burst: Burst, pieces: list[Piece]) -> None:
     data, flag_data = [messages.data for messages in burst.tables]
     repeat = burst.fabric.arriving.repeat_of(burst.kind, data.shape[1])
     planned, parts, part_of, size = _plan(counts, (repeat.carried_bytes, flag_data.shape[1]))
-    words = np.empty(size // 8, np.int64)
-    octets = words.view(np.uint8)
+    octets = np.frombuffer(burst.fabric.buffers.take(size), np.uint8)
+    words = octets.view(np.int64)
     copies = np.array(repeat, np.int64)
     for rows, count in pieces:
         ports.fill_frames(

@@ -6,14 +6,16 @@ verdict and arrival, to the picosecond those of the same messages sent one by on
 event, the frame and the handler's call. Does not own the arrivals (``burst_arrivals``) nor the compiled
 arithmetic (``link.port_kernels``, which a program imports before it forks).
 
-A leg leaves in *slices*: at an event at ``now`` it serves all that starts before now +
-``bundle_slice_ps``, which may lie ahead, since a receiver must know of a message before its first
-byte. The slice is the grain at which rules, death and other messages of the port act on it. Alone at
-its port it goes on a whole number of slices later; so the legs of a burst with idle ports have their
-slices at the same instants, and what they have for one process goes in one frame, written when all
-ports of the instant had their turn. After the messages of a leg come its *flags*. They are what
-receivers wait for: a message is no event at its target, a frame of flags is one, when the first byte
-of its last flag is in.
+A leg leaves in *slices*: at an event it serves all that starts before the slice's end, which may lie
+ahead, since a receiver must know of a message before its first byte. Slices end at multiples of
+``bundle_slice_ps``, half of it from their event at least, so one and a half at most: the grain at which
+sudden deaths, rules that are new and other messages of the port act on a leg. (Rules that are known
+judge each message at its start, and before a planned death the slice ends.) Alone at its port a leg
+goes on at such a multiple; so the legs of all bursts with idle ports, in whatever process, have their
+later slices at the same instants, in one window. What the legs of a burst have for one process goes in
+one frame, written when all ports of the instant had their turn. After the messages of a leg come its
+*flags*. They are what receivers wait for: a message is no event at its target, a frame of flags is one,
+when the first byte of its last flag is in.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ class Leg:
 
 
 class Burst:
-    """Messages and flags as one table of rows, by source: first its messages, then its flags."""
+    """Messages and flags as one table of rows, by source: first its messages, then its flags. Made when
+    it is known, which may be before it is sent; see ``Fabric.send_burst``."""
 
     __slots__ = (
         "charged_bytes",
@@ -125,7 +128,7 @@ class Burst:
         messages: Messages,
         flags: Messages,
         lost: Lost | None,
-        rate_share: tuple[int, int],  # made in one place, by position
+        rate_share: tuple[int, int],  # called in few places, by position
     ) -> None:
         self.fabric = fabric
         self.kind = kind
@@ -224,7 +227,7 @@ def _leaves_at_once(fabric: Fabric, burst: Burst) -> bool:
         burst.ready_ps,
         burst.flags,
         now_ps,
-        now_ps + fabric.machine.bundle_slice_ps,
+        _slice_end_ps(fabric),
         states,
         rows,
     ):
@@ -260,20 +263,31 @@ def take_turn(fabric: Fabric, port: EgressPort, leg: Leg) -> bool:
 
 
 def pause(fabric: Fabric, port: EgressPort) -> bool:
-    """If only legs wait at a port and none can start for a slice, it goes on later: a whole number of
-    slices from now, not after the next message's start. What comes meanwhile need not wait. False: it
-    goes on as soon as it is free."""
+    """If only legs wait at a port and none can start before the next multiple of a slice, it goes on at
+    the last one that is not after the next message's start, and never if this process will be dead
+    then. What comes meanwhile need not wait. False: it goes on as soon as it is free."""
     now_ps, slice_ps = fabric.loop.now_ps, fabric.machine.bundle_slice_ps
     legs: list[Leg] = [one for one in port.queue if type(one) is Leg]
     if len(legs) < len(port.queue):
         return False
     start_ps = min([leg.next_start_ps(port, now_ps) for leg in legs])
     turn_ps = now_ps if len(legs) == 1 else max(now_ps, port.server.free_ps)
-    if start_ps < turn_ps + slice_ps:
+    if start_ps >= fabric.dies_at_ps:
+        port.armed = False
+        return True
+    pause_ps = start_ps // slice_ps * slice_ps
+    if pause_ps <= turn_ps:
         return False
-    port.armed, port.pause_ps = False, now_ps + (start_ps - now_ps) // slice_ps * slice_ps
-    fabric.loop.agenda.add_port(port.pause_ps, port.port_id, fabric.go_on, port)
+    port.armed, port.pause_ps = False, pause_ps
+    fabric.loop.agenda.add_port(pause_ps, port.port_id, fabric.go_on, port)
     return True
+
+
+def _slice_end_ps(fabric: Fabric) -> int:
+    """Of one that leaves now."""
+    slice_ps = fabric.machine.bundle_slice_ps
+    end_ps = (fabric.loop.now_ps + slice_ps + slice_ps // 2) // slice_ps * slice_ps
+    return min(end_ps, fabric.dies_at_ps)
 
 
 def _leave(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
@@ -294,7 +308,7 @@ def _leave(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
         begin,
         leg.end,
         now_ps,
-        now_ps + fabric.machine.bundle_slice_ps,
+        _slice_end_ps(fabric),
         state,
         rows,
     )
@@ -313,13 +327,12 @@ def _leave(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
 
 
 def _leave_judged(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
-    """Rules are in force: each message has its verdict, at the slice's start. What they drop is no
-    failure of its route, on which fences look: ``lost`` tells the program at once, and the flag behind
-    it is withheld."""
+    """Rules are in force, now or later: each message has its verdict, at its start. What they drop is no
+    failure of its route, on which fences look: ``lost`` tells the program at the slice's start, and the
+    flag behind it is withheld."""
     burst, source = leg.burst, leg.source
     burst.judged = True
-    now_ps = fabric.loop.now_ps
-    end_ps = now_ps + fabric.machine.bundle_slice_ps
+    now_ps, end_ps = fabric.loop.now_ps, _slice_end_ps(fabric)
     rows: list[tuple[int, ...]] = []
     lost: list[int] = []
     processes = len(fabric.machine.processes)
@@ -337,7 +350,7 @@ def _leave_judged(fabric: Fabric, port: EgressPort, leg: Leg) -> Piece:
         if is_flag and (source, target) in burst.withheld:
             fabric.dropped(route, burst.kind)
             continue
-        outcome = fabric.judge(route)
+        outcome = fabric.judge(route, start_ps)
         rate_bps = _rate_bps(route, outcome, burst.rate_share)
         charged_bytes = int(burst.charged_bytes[row])
         finish_ps = port.server.serve(start_ps, charged_bytes, rate_bps)

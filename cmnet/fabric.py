@@ -39,6 +39,7 @@ from cmnet.units import NEVER_PS, format_ps
 from cmnet.vtime.horizon import Send
 from cmnet.vtime.loop import VirtualLoop
 from cmnet.wire import frames
+from cmnet.wire.pool import Pool
 
 Carry = Callable[[int, int, bytes, bytes, Payload], None]
 """(peer process, plane, packed header, body, payload): the mesh's ``write``."""
@@ -69,6 +70,8 @@ class Fabric:
         self.window = self.until_ps = 0
         """The window in progress and its end, if a conductor grants them."""
         self.ran_to_ps = 0
+        self.dies_at_ps = NEVER_PS
+        """No slice of a burst reaches beyond."""
         self.sends: dict[int, tuple[int, int, int]] = {}
         self.statistics_of = [PlaneStatistics() for _ in Plane]
         self.carry = carry
@@ -85,6 +88,7 @@ class Fabric:
         self._ours = {d.device_id for d in machine.devices if d.process == process}
         self.late_ps = 0
         """What leaves from then on overtakes nothing that rules delayed."""
+        self.buffers = Pool()
         self.paths = burst_paths.Paths(self)
         self.arriving = burst_arrivals.BurstArrivals(self)
 
@@ -193,11 +197,12 @@ class Fabric:
         is lost as well (its frame has a checksum), and a copy of one is nothing.
         """
         assert delay_ps >= route.path.propagation_ps, "a signal is not faster than its path"
-        outcome = self.judge(route)
+        now_ps = self.loop.now_ps
+        outcome = PASS if self.rules.idle(now_ps) else self.judge(route, now_ps)
         if outcome.drop or outcome.corrupt:
             self.dropped(route, kind)
             return
-        at_ps = self.loop.now_ps + delay_ps + outcome.delay_ps
+        at_ps = now_ps + delay_ps + outcome.delay_ps
         self._emit(route, kind, frames.FLAG_SIGNAL, (at_ps, at_ps), body, b"", 0, 1)
 
     async def room(self, route: Route, charged_bytes: int) -> None:
@@ -259,7 +264,7 @@ class Fabric:
                 message.started(False)
             return
         now_ps = self.loop.now_ps
-        outcome = PASS if self.rules.idle(now_ps) else self.judge(route)
+        outcome = PASS if self.rules.idle(now_ps) else self.judge(route, now_ps)
         if outcome.rate_num != outcome.rate_den:
             rate_bps = max(rate_bps * outcome.rate_num // outcome.rate_den, 1)
         finish_ps = port.server.serve(now_ps, charged_bytes, rate_bps)
@@ -288,22 +293,20 @@ class Fabric:
         if message.started is not None:
             message.started(not outcome.drop)
 
-    def judge(self, route: Route) -> Outcome:
-        now_ps = self.loop.now_ps
-        if self.rules.idle(now_ps):
-            return PASS
-        outcome = self.rules.judge(route.facts, now_ps)
+    def judge(self, route: Route, start_ps: int) -> Outcome:
+        """What rules make of a message that starts then."""
+        outcome = self.rules.judge(route.facts, start_ps)
         if route.plane == Plane.UB and (outcome.drop or outcome.corrupt):
-            return self._retry(route, outcome)
+            return self._retry(route, start_ps, outcome)
         return outcome
 
-    def _retry(self, route: Route, outcome: Outcome) -> Outcome:
+    def _retry(self, route: Route, start_ps: int, outcome: Outcome) -> Outcome:
         """UB's link retry counts as delay between egress and ingress (design 2.3). The link sees by
         its checksum that a frame is corrupt, so that is one more try as well."""
         spent_ps = 0
         for _ in range(self.machine.ub_retry.tries - 1):
             spent_ps += self.machine.ub_retry.delay_ps
-            outcome = self.rules.judge(route.facts, self.loop.now_ps)
+            outcome = self.rules.judge(route.facts, start_ps)
             if not (outcome.drop or outcome.corrupt):
                 return msgspec.structs.replace(outcome, delay_ps=outcome.delay_ps + spent_ps)
         return msgspec.structs.replace(outcome, drop=True)

@@ -232,7 +232,12 @@ def spawn(
     """
     index_of = {process.name: process.index for process in machine.processes}
     faults = [
-        NodeFault(at_ps=fault.at_ps, kind=fault.kind, process=index_of[fault.node])
+        NodeFault(
+            at_ps=fault.at_ps,
+            kind=fault.kind,
+            process=index_of[fault.node],
+            sudden=fault.sudden,
+        )
         for fault in plan.node_faults
     ]
     supervisor = Supervisor(

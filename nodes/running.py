@@ -49,7 +49,12 @@ def settings(machine: Machine, plan: Plan, options: Common) -> launch.Settings:
     """What the supervisor is told."""
     index_of = {process.name: process.index for process in machine.processes}
     faults = [
-        launch.NodeFault(at_ps=fault.at_ps, kind=fault.kind, process=index_of[fault.node])
+        launch.NodeFault(
+            at_ps=fault.at_ps,
+            kind=fault.kind,
+            process=index_of[fault.node],
+            sudden=fault.sudden,
+        )
         for fault in plan.node_faults
     ]
     return launch.Settings(

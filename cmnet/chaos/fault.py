@@ -38,6 +38,8 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True, tag="node", forbid_un
     kind: Literal["kill", "restart"]
     node: str
     at_ps: int
+    sudden: bool = False
+    """A kill that repeats a death which nobody had planned, see ``launch.NodeFault``."""
 
 
 Fault = NodeFault | rules.Rule

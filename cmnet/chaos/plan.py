@@ -43,9 +43,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(sorted(faults, key=lambda one: one.at_ps))
 
     def with_kills(self, deaths: Iterable[tuple[str, int]]) -> Plan:
-        """This plan and a kill for each (node name, instant): how a replay repeats deaths."""
+        """This plan and a sudden kill for each (node name, instant): how a replay repeats deaths."""
         kills = tuple(
-            fault.NodeFault(fault_id=f"death{number}", kind="kill", node=node, at_ps=at_ps)
+            fault.NodeFault(
+                fault_id=f"death{number}", kind="kill", node=node, at_ps=at_ps, sudden=True
+            )
             for number, (node, at_ps) in enumerate(deaths, start=len(self.faults) + 1)
         )
         return msgspec.structs.replace(self, faults=self.faults + kills)

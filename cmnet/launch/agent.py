@@ -55,6 +55,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     journal: bool
     rules: list[Rule]
     settings: dict[str, Any]
+    dies_at_ps: int = NEVER_PS
+    """What it sends ends there (``cmnet.bursts``)."""
     undo_window: int | None = None
     """After a death that nobody planned: commits of this window or later never happened."""
 
@@ -174,7 +176,9 @@ class Agent:
             ),
             carry=self.mesh.write,
         )
+        self.fabric.buffers = self.mesh.buffers
         self.fabric.ran_to_ps = assignment.start_ps
+        self.fabric.dies_at_ps = assignment.dies_at_ps
         self.context = Context(self)
         self.mesh.serve(*listeners)
 

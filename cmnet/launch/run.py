@@ -25,6 +25,9 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
     at_ps: int
     kind: Literal["kill", "restart"]
     process: int
+    sudden: bool = False
+    """Of a kill: what its process has begun to send leaves nevertheless, up to the end of a slice
+    (``cmnet.bursts``), as at a death that nobody planned; else nothing leaves from ``at_ps`` on."""
 
 
 class DeathRecord(msgspec.Struct, frozen=True, kw_only=True):

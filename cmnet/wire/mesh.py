@@ -145,7 +145,7 @@ class Mesh:
         self._incarnations = [0] * len(addresses)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
-        self._pool = Pool()
+        self.buffers = Pool()
         self.on_flushed: Callable[[], None] = lambda: None
         self.on_read: Callable[[], None] = lambda: None
         """Called after what came while watching has been read."""
@@ -451,7 +451,7 @@ class Mesh:
         body_end = body_at + header[0]
         rest = data[body_end:]
         incoming.header = (header, bytes(data[body_at:body_end]))
-        incoming.target = self._pool.take(header[1])
+        incoming.target = self.buffers.take(header[1])
         incoming.target[: len(rest)] = rest
         incoming.filled = len(rest)
         incoming.partial = b""

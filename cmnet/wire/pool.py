@@ -1,40 +1,50 @@
-"""Buffers for large payloads, used again once nobody refers to them. Pure.
+"""Memory of large payloads, used again once nobody refers to it. Pure.
 
-Owns a bounded number of bytes. To fill new memory costs as much as to copy into it (page faults), and
-a buffer that was just used is still in the caches.
+Owns a bounded number of bytes, in *arenas*. To fill new memory costs as much as to copy into it (page
+faults), and memory that was just used is still in the caches: so payloads that are read and those that are
+written take theirs from one pool, one beside the other, and from the front again when all are gone.
 """
 
 from __future__ import annotations
 
 import sys
 
-POOL_BYTES_MAX = 1 << 24
-"""Buffers of large payloads that are kept for the next: new memory costs as much as filling it."""
+import numpy as np
+import numpy.typing as npt
+
+ARENA_BYTES = 1 << 23
+"""Of one: what a node writes of a collective of the default scale fits, or what it reads."""
+ARENAS_MAX = 2
+"""More are not kept."""
+ALIGNED_BYTES = 64
 
 
 class Pool:
-    """Buffers by size class; one that nobody else refers to any more is given out again."""
+    """Gives memory out, and takes an arena back whole."""
 
     def __init__(self) -> None:
-        self._of_size: dict[int, list[bytearray]] = {}
-        self.kept_bytes = 0
+        self._arenas: list[npt.NDArray[np.uint8]] = []
+        self._used: list[int] = []
+        """Bytes of each arena that were given out since it was last free."""
 
     def take(self, size: int) -> memoryview:
-        """Exactly this size of a buffer, with anything in it; who keeps a view of it keeps the buffer."""
-        step = 1 << max(size.bit_length() - STEP_BITS, 0)
-        room = -(-size // step) * step
-        buffers = self._of_size.setdefault(room, [])
-        for index in range(len(buffers)):
-            if sys.getrefcount(buffers[index]) == UNUSED_REFERENCES:
-                return memoryview(buffers[index])[:size]  # always the first, the caches know it
-        buffer = bytearray(room)
-        if self.kept_bytes + room <= POOL_BYTES_MAX:
-            self.kept_bytes += room
-            buffers.append(buffer)
-        return memoryview(buffer)[:size]
+        """Memory of exactly this size with anything in it; who keeps a view of it keeps the memory."""
+        for index in range(len(self._arenas)):
+            if sys.getrefcount(self._arenas[index]) == FREE_REFERENCES:
+                self._used[index] = 0
+            if self._used[index] + size <= ARENA_BYTES:
+                return self._part(index, size)
+        if size > ARENA_BYTES or len(self._arenas) == ARENAS_MAX:
+            return memoryview(np.empty(size, np.uint8))
+        self._arenas.append(np.empty(ARENA_BYTES, np.uint8))  # touched as it is used
+        self._used.append(0)
+        return self._part(len(self._arenas) - 1, size)
+
+    def _part(self, index: int, size: int) -> memoryview:
+        begin = self._used[index]
+        self._used[index] = begin + -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+        return memoryview(self._arenas[index])[begin : begin + size]
 
 
-STEP_BITS = 3
-"""Sizes are rounded up to one of 4 steps a doubling: at most a fifth of a buffer is not used."""
-UNUSED_REFERENCES = 2
-"""Of a pool's buffer in ``take``: the list and the argument of ``getrefcount``."""
+FREE_REFERENCES = 2
+"""Of an arena in ``take`` that nobody else refers to: the list and the argument of ``getrefcount``."""

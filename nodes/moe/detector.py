@@ -10,6 +10,8 @@ begins a layer has a flag of every rank's combine before it, so every rank has r
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 
 from cmnet.errors import CorruptError
@@ -25,25 +27,28 @@ UNIT_BYTES = 512
 class Buffer:
     """The slots of one kind at some ranks of this node: when each was taken, or that it was not."""
 
-    def __init__(self, *, name: str, ranks: int, slots: int) -> None:
-        self._name = name
-        self._busy_until_ps: I64 = np.zeros((ranks, slots), dtype=np.int64)
+    def __init__(self, *, name: str, ranks: int, slots: int, sources: int = 1) -> None:
+        """``slots`` of each rank, each source's together."""
+        assert slots % sources == 0, (slots, sources)
+        self._name, self._sources = name, sources
+        memory = mmap.mmap(-1, max(ranks * slots, 1) * 8)  # zero where nobody touches it
+        self._taken_ps: I64 = np.frombuffer(memory, np.int64, ranks * slots).reshape(ranks, slots)
 
     def write(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Messages reach these slots at these instants. CorruptError where one is not taken yet."""
-        busy_ps = self._busy_until_ps
-        wrong = kernels.first_busy(ranks, slots, at_ps, busy_ps)
+        wrong = kernels.write_slots(
+            ranks, slots, at_ps, self._sources, NEVER_PS, self._taken_ps
+        )
         if wrong >= 0:
             slot = int(slots[wrong])
-            if not 0 <= slot < busy_ps.shape[1]:
+            if not 0 <= slot < self._taken_ps.shape[1]:
                 raise CorruptError(f"{self._name} slot {slot} is outside", definite=True)
             raise overwritten(self._name, int(ranks[wrong]), slot, int(at_ps[wrong]))
-        kernels.fill(ranks, slots, NEVER_PS, busy_ps)
 
     def take(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Their reader is done with them at these instants."""
-        busy_ps = self._busy_until_ps
-        busy_ps.reshape(-1)[ranks * busy_ps.shape[1] + slots] = at_ps
+        slots = np.ascontiguousarray(slots)
+        kernels.take_slots(ranks, slots, at_ps, self._sources, self._taken_ps)
 
 
 class SharedBuffer:
@@ -67,12 +72,21 @@ class SharedBuffer:
 
 
 def make(
-    *, ranks: int, dispatch_slots: int, combine_slots: int, shared: bool, model: ModelSettings
+    *,
+    ranks: int,
+    sources: int,
+    dispatch_slots: int,
+    combine_slots: int,
+    shared: bool,
+    model: ModelSettings,
 ) -> dict[str, Buffer | SharedBuffer]:
-    """Both buffers of the local ranks, each with so many slots a rank."""
+    """Both buffers of the local ranks, that of a dispatch with so many slots of each source."""
+    dispatch_slots *= sources
     if not shared:
         return {
-            "dispatch": Buffer(name="dispatch", ranks=ranks, slots=dispatch_slots),
+            "dispatch": Buffer(
+                name="dispatch", ranks=ranks, slots=dispatch_slots, sources=sources
+            ),
             "combine": Buffer(name="combine", ranks=ranks, slots=combine_slots),
         }
     dispatch, combine = (size // UNIT_BYTES for size in (model.dispatch_bytes, model.combine_bytes))

@@ -164,7 +164,8 @@ class Exchange:
         self._shape = shape
         self._buffers = detector.make(
             ranks=self.ranks,
-            dispatch_slots=shape[0] * len(self._devices),
+            sources=len(self._devices),
+            dispatch_slots=shape[0],
             combine_slots=shape[1],
             shared=self._shared_buffer,
             model=self._model,
@@ -414,12 +415,13 @@ class Exchange:
             self.on_lost(key, phase, np.unique(writes.targets[indices]).tolist())
 
         ranks = list(legs) if len(flags.targets) else []
+        burst = self._writer.make(KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
         first_ps = min([leg.first_ps for leg in legs.values()])
         if first_ps > self._loop.now_ps:  # until then the ports are others'
             await self._loop.sleep_until_ps(first_ps)
             if self._open(key) is None:
                 return  # of a step that was given up meanwhile
-        await self._writer.burst(ranks, KINDS[phase], _HEAD.pack(*key), writes, flags, lost)
+        await self._writer.send(ranks, burst)
 
     def _announced(self, phase: Phase, head: bytes, _: I64, targets: I64) -> bool:
         """Flags come: whether a rank may now be complete. Until then nothing needs handling."""

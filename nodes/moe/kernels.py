@@ -4,7 +4,7 @@ Owns loops only: what the arrays mean is in ``arrivals``, ``layout`` and ``layer
 Importing this module compiles the kernels or loads them from numba's cache, so a program that forks
 imports it before. No fastmath, and no constant of another module is compiled in: numba's cache looks
 at this file only. Indices are not checked: what came from elsewhere is looked at before (``misplaced``,
-``first_busy``).
+``write_slots``).
 """
 
 from __future__ import annotations
@@ -136,24 +136,34 @@ def complete(
 # --- slots ----------------------------------------------------------------------------------------
 
 
-@_kernel(I64, LINE, LINE, LINE, TABLE)
-def first_busy(ranks: Any, slots: Any, at_ps: Any, busy_until_ps: Any) -> Any:
-    """The first of the writes [n] to a slot that is not there; without, the first to one that is busy; -1:
-    there is none."""
-    busy = -1
+@_kernel(I64, LINE, LINE, LINE, I64, I64, TABLE)
+def write_slots(
+    ranks: Any, slots: Any, at_ps: Any, sources: int, never_ps: int, taken_ps: Any
+) -> Any:
+    """Writes [n] to slots, which are busy then: they are taken at ``never_ps``. Returns the first to one
+    that is not there or is busy, and then writes none; -1: there is none. In ``taken_ps`` [ranks, slots]
+    a slot of a source lies beside those of other sources with the same number: few numbers are in use, so
+    little memory is."""
+    each = taken_ps.shape[1] // sources
     for at in range(len(slots)):
-        if not 0 <= slots[at] < busy_until_ps.shape[1]:
+        slot = slots[at]
+        if not 0 <= slot < taken_ps.shape[1]:
             return at
-        if busy < 0 and busy_until_ps[ranks[at], slots[at]] > at_ps[at]:
-            busy = at
-    return busy
-
-
-@_kernel(NOTHING, LINE, LINE, I64, TABLE)
-def fill(ranks: Any, slots: Any, until_ps: int, busy_until_ps: Any) -> None:
-    """These slots [n] are busy until then."""
+        place = slot % each * sources + slot // each
+        if taken_ps[ranks[at], place] > at_ps[at]:
+            return at
     for at in range(len(slots)):
-        busy_until_ps[ranks[at], slots[at]] = until_ps
+        taken_ps[ranks[at], slots[at] % each * sources + slots[at] // each] = never_ps
+    return -1
+
+
+@_kernel(NOTHING, LINE, LINE, LINE, I64, TABLE)
+def take_slots(ranks: Any, slots: Any, at_ps: Any, sources: int, taken_ps: Any) -> None:
+    """These slots [n] are free from their instants on."""
+    each = taken_ps.shape[1] // sources
+    for at in range(len(slots)):
+        place = slots[at] % each * sources + slots[at] // each
+        taken_ps[ranks[at], place] = at_ps[at]
 
 
 # --- orders ---------------------------------------------------------------------------------------

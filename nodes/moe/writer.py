@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cmnet.bursts import Lost, Messages
+from cmnet import bursts
+from cmnet.bursts import Burst, Lost, Messages
 from cmnet.launch.agent import Context
 from cmnet.link import copy_kernels as copy_kernels  # compiled before the fork (``cmnet.bursts``)
 from cmnet.link import port_kernels as port_kernels
@@ -22,46 +23,34 @@ class Writer:
     """Writes of local ranks. ``devices``: of each rank of the group."""
 
     def __init__(self, context: Context, devices: I64, *, engine: str) -> None:
-        self._loop, self._fabric, self._devices = context.loop, context.fabric, devices
+        self._fabric, self._devices = context.fabric, devices
         self._routes: dict[int, Route] = {}
         share = context.machine.engines[engine]
         self._rate_share = (share.rate_num, share.rate_den)
 
-    async def burst(
-        self,
-        ranks: list[int],
-        kind: int,
-        head: bytes,
-        writes: Writes,
-        flags: Writes,
-        lost: Lost,  # called in one place, by position
-    ) -> None:
-        """Write from these local ranks to others and set flags behind, a rank's own among them, of 0
-        bytes, which is there when all before it has left. Waits, in virtual time, until each port
-        takes so much (design 2.1); a port takes more than one collective, so this waits only behind
-        other traffic. ``lost`` gets the indices of writes that the link gave up on."""
+    def make(self, kind: int, head: bytes, writes: Writes, flags: Writes, lost: Lost) -> Burst:
+        """Writes from local ranks to others, and flags behind, a rank's own among them, of 0 bytes, which
+        is there when all before it has left. ``lost`` gets the indices of writes that the link gave up
+        on. What is sent later is made ahead."""
+        tables = self._messages(writes), self._messages(flags)
+        return Burst(self._fabric, kind, head, *tables, lost, self._rate_share)
+
+    async def send(self, ranks: list[int], burst: Burst) -> None:
+        """Send what these local ranks write. Waits, in virtual time, until each port takes so much
+        (design 2.1); a port takes more than one collective, so this waits only behind other traffic."""
         if len(self._devices) > 1 and not all(map(self._is_free, ranks)):
-            await self._room(sorted(ranks), writes)
-        self._fabric.send_burst(
-            kind=kind,
-            head=head,
-            messages=self._messages(writes),
-            flags=self._messages(flags),
-            lost=lost,
-            rate_share=self._rate_share,
-        )
+            await self._room(sorted(ranks), burst.tables[0])
+        bursts.send(burst)
 
     def _is_free(self, rank: int) -> bool:
         """Nothing waits at its port: anything may."""
         port = (self._routes.get(rank) or self._any_route(rank)).egress
         return port.waiting_bytes == 0 and not port.waiters
 
-    async def _room(self, ranks: list[int], writes: Writes) -> None:
-        charged = np.bincount(
-            writes.sources, weights=writes.charged_bytes, minlength=len(self._devices)
-        )
+    async def _room(self, ranks: list[int], messages: Messages) -> None:
         for rank in ranks:
-            await self._fabric.room(self._any_route(rank), int(charged[rank]))
+            charged = messages.charged_bytes[messages.sources == self._devices[rank]]
+            await self._fabric.room(self._any_route(rank), int(charged.sum()))
 
     def _any_route(self, rank: int) -> Route:
         """Room is the port's, whatever the route."""
@@ -78,6 +67,6 @@ class Writer:
             sources=self._devices.take(writes.sources),
             targets=self._devices.take(writes.targets),
             charged_bytes=writes.charged_bytes,
-            ready_ps=np.maximum(writes.ready_ps, self._loop.now_ps),
+            ready_ps=writes.ready_ps,
             data=writes.data,
         )

@@ -386,7 +386,7 @@ def test_a_single_message_settles_what_came_before_it_and_only_a_flag_hands_it_o
 
 
 def test_a_burst_longer_than_a_slice_lets_others_in_between() -> None:
-    """196 GB/s x 50 us = 9.8 MB a slice: the other message waits for one slice, not for three."""
+    """196 GB/s x 1 ms = 196 MB a slice: the other message waits for one slice, not for three."""
     with Rig("pair") as rig:
         order: list[tuple[int, bytes]] = []
 
@@ -415,6 +415,7 @@ def test_a_burst_longer_than_a_slice_lets_others_in_between() -> None:
 def test_what_comes_to_a_port_whose_burst_is_not_ready_does_not_wait_for_it() -> None:
     """Nor do two bursts that are not ready turn for ever."""
     with Rig("pair") as rig:
+        rig.machine.bundle_slice_ps = 200_000_000
         got: Got = []
         collect(rig, got)
         came: list[int] = []
@@ -439,6 +440,7 @@ def test_what_comes_to_a_port_whose_burst_is_not_ready_does_not_wait_for_it() ->
 
 def test_back_pressure_counts_what_waits_of_a_burst() -> None:
     with Rig("pair") as rig:
+        rig.machine.bundle_slice_ps = 200_000_000
         rig.fabrics[1].bind(KIND, lambda _: None)
         source, target = rig.device("node00/npu0/die0"), rig.device("node01/npu0/die0")
         fabric = rig.fabrics[0]

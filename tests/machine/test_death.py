@@ -37,7 +37,7 @@ def crash(process: int, window: int) -> Callable[[Supervisor], None]:
 def replayed(run: Runner, first: RunResult, plan: list[NodeFault]) -> RunResult:
     """The run again, its deaths planned."""
     deaths = [death for death in first.deaths if not death.planned]
-    kills = [NodeFault(kind="kill", process=d.process, at_ps=d.at_ps) for d in deaths]
+    kills = [NodeFault(kind="kill", process=d.process, at_ps=d.at_ps, sudden=True) for d in deaths]
     return run(programs.chatter, program=PROGRAM, node_faults=plan + kills)
 
 

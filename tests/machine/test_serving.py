@@ -158,7 +158,10 @@ def crash_and_replay(run: Runner, process: int, window: int, plan: list[NodeFaul
     first, served = serve(run, *plan, interfere=crash(process, window))
     died = [death for death in first.deaths if not death.planned]
     assert [death.process for death in died] == [process]
-    kills = [NodeFault(kind="kill", process=death.process, at_ps=death.at_ps) for death in died]
+    kills = [
+        NodeFault(kind="kill", process=death.process, at_ps=death.at_ps, sudden=True)
+        for death in died
+    ]
     second, again = serve(run, *plan, *kills)
     assert (second.digest, again.requests) == (first.digest, served.requests)
 

@@ -130,7 +130,7 @@ def test_planes_have_their_sizes() -> None:
     assert machine.chunk_bytes == {0: 1024 * kib, 1: 4096 * kib, 2: 64 * kib}
     assert machine.queue_bytes_max == {0: 65536 * kib, 1: 65536 * kib, 2: 16384 * kib}
     assert machine.queue_bytes_max[Plane.UB] > 128 * 9 * 14_336
-    assert machine.bundle_slice_ps == 200_000_000
+    assert machine.bundle_slice_ps == 10**9
     assert (machine.subplanes, machine.l2_chips_per_subplane) == (7, 16)
     assert machine.hbm_bytes_per_die == 64 * 10**9
 

@@ -1,40 +1,61 @@
-"""Buffers of large payloads are reused, and never under the feet of somebody who keeps one."""
+"""Memory of large payloads is used again, and never under the feet of somebody who keeps some."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cmnet.wire.pool import POOL_BYTES_MAX, Pool
+from cmnet.wire.pool import ARENA_BYTES, ARENAS_MAX, Pool
 
 
-def test_a_buffer_is_reused_only_when_nobody_refers_to_it() -> None:
+def address(view: memoryview) -> int:
+    """Where it lies."""
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def test_an_arena_is_used_again_only_when_nobody_refers_to_it() -> None:
     """A payload that a handler keeps, or a view of it, stays what it was."""
     pool = Pool()
-    kept, other = pool.take(100), pool.take(100)
-    assert kept.obj is not other.obj
+    first, other = pool.take(100), pool.take(100)
+    begin = address(first)
+    assert address(other) >= begin + 100
     view = np.frombuffer(other, np.uint8)[50:]
     other[:] = b"x" * 100
-    del other
+    del first, other
     third = pool.take(100)
     third[:] = b"y" * 100
     assert bytes(view) == b"x" * 50
-    address = id(third.obj)
-    del third
-    assert id(pool.take(99).obj) == address
-    assert len(pool.take(99)) == 99
+    assert address(third) > begin
+    del third, view
+    assert address(pool.take(99)) == begin
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 100, 4095, 4097, 40_000, 1 << 20, (1 << 20) + 1])
-def test_little_of_a_buffer_is_not_used(size: int) -> None:
-    taken = Pool().take(size)
-    assert len(taken) == size
-    assert size <= len(memoryview(taken.obj)) <= size * 5 / 4
+@given(st.lists(st.integers(1, ARENA_BYTES // 2), max_size=40), st.randoms())
+def test_what_is_held_never_overlaps(sizes: list[int], draw: object) -> None:
+    pool, held = Pool(), list[memoryview]()
+    for size in sizes:
+        held.append(pool.take(size))
+        assert len(held[-1]) == size
+        spans = sorted((address(view), len(view)) for view in held)
+        for (begin, length), (after, _) in zip(spans, spans[1:]):
+            assert begin + length <= after
+        if draw.random() < 0.4:  # type: ignore[attr-defined]  # Hypothesis's Random
+            held.pop(draw.randrange(len(held)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 4097, ARENA_BYTES - 1, ARENA_BYTES, ARENA_BYTES + 1])
+def test_any_size_is_given(size: int) -> None:
+    pool = Pool()
+    assert [len(pool.take(size)) for _ in range(3)] == [size] * 3
 
 
 def test_what_the_pool_keeps_is_bounded() -> None:
-    """Buffers beyond it are ordinary ones that end with their last user."""
+    """What is beyond it is ordinary memory that ends with its last user."""
     pool = Pool()
-    held = [pool.take(POOL_BYTES_MAX // 2) for _ in range(3)]
-    assert pool.kept_bytes == POOL_BYTES_MAX
-    assert len({id(each.obj) for each in held}) == 3
+    held = [pool.take(ARENA_BYTES // 2 + 1) for _ in range(ARENAS_MAX + 2)]
+    begins = {address(view) for view in held}
+    del held
+    again = [pool.take(ARENA_BYTES // 2 + 1) for _ in range(ARENAS_MAX)]
+    assert {address(view) for view in again} < begins

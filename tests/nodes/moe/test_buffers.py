@@ -63,9 +63,10 @@ def test_a_slot_read_before_is_free() -> None:
         buffer.write(array(2), array(3), array(129))
 
 
-def test_other_slots_are_not_meant() -> None:
+@pytest.mark.parametrize("sources", [1, SLOTS])
+def test_other_slots_are_not_meant(sources: int) -> None:
     """Neither the same slot of another rank nor another slot: rows are told apart by both."""
-    buffer = Buffer(name="dispatch", ranks=RANKS, slots=SLOTS)
+    buffer = Buffer(name="dispatch", ranks=RANKS, slots=SLOTS, sources=sources)
     ranks, slots = np.repeat(np.arange(RANKS), SLOTS), np.tile(np.arange(SLOTS), RANKS)
     buffer.write(ranks, slots, np.zeros(len(ranks), dtype=np.int64))
     buffer.take(array(1), array(0), array(7))
@@ -89,7 +90,9 @@ def test_nothing_is_written_or_read() -> None:
 
 
 def test_two_buffers_do_not_see_each_other() -> None:
-    pair = detector.make(ranks=2, dispatch_slots=4, combine_slots=4, shared=False, model=MODEL)
+    pair = detector.make(
+        ranks=2, sources=2, dispatch_slots=2, combine_slots=4, shared=False, model=MODEL
+    )
     pair["dispatch"].write(array(0), array(0), array(1))
     pair["combine"].write(array(0), array(0), array(2))
     with pytest.raises(CorruptError, match=r"^combine buffer"):
@@ -100,7 +103,9 @@ def test_two_buffers_do_not_see_each_other() -> None:
 def test_in_one_memory_slots_meet_by_bytes(combine: int, meets: bool) -> None:
     """A result has 28 units of 512 B, a token 15: token slot 3 is units 45 to 59, result slots 0 and 1
     units 0 to 55."""
-    pair = detector.make(ranks=2, dispatch_slots=8, combine_slots=4, shared=True, model=MODEL)
+    pair = detector.make(
+        ranks=2, sources=4, dispatch_slots=2, combine_slots=4, shared=True, model=MODEL
+    )
     tokens = array(3) if combine == 1 else array(1)
     pair["dispatch"].write(array(1), tokens, array(1))
     if meets:

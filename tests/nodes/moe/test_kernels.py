@@ -42,16 +42,25 @@ def test_rows_are_packed_and_put_to_their_places(lead: int, body: int) -> None:
     assert (back[:9] == bodies[of][::-1]).all() and not back[9].any()
 
 
-def test_a_slot_outside_is_seen_before_a_busy_one() -> None:
-    """As both were looked for one after the other; nothing is written meanwhile."""
-    busy_ps: I64 = np.full((2, 3), -1, dtype=np.int64)
-    ranks, slots = np.array([0, 1, 1, 0]), np.array([0, 2, 1, 2])
-    at_ps = np.array([5, 6, 7, 8])
-    assert kernels.first_busy(ranks, slots, at_ps, busy_ps) == -1
-    kernels.fill(ranks[1:3].copy(), slots[1:3].copy(), 7, busy_ps)
-    assert busy_ps.tolist() == [[-1, -1, -1], [-1, 7, 7]]
-    assert kernels.first_busy(ranks, slots, at_ps, busy_ps) == 1
-    assert kernels.first_busy(ranks, slots, at_ps + 1, busy_ps) == -1
-    assert kernels.first_busy(ranks, slots, at_ps - 1, busy_ps) == 1, "the first of two"
-    slots[3] = 3
-    assert kernels.first_busy(ranks, slots, at_ps, busy_ps) == 3
+def test_slots_of_one_number_lie_together() -> None:
+    """Of 3 sources with 2 slots each: slot 0 of each, then slot 1 of each."""
+    taken_ps: I64 = np.full((2, 6), -1, dtype=np.int64)
+    ranks, slots, at_ps = np.array([0, 1, 1]), np.array([0, 2, 5]), np.array([5, 6, 7])
+    assert kernels.write_slots(ranks, slots, at_ps, 3, 99, taken_ps) == -1
+    assert taken_ps.tolist() == [[99, -1, -1, -1, -1, -1], [-1, 99, -1, -1, -1, 99]]
+    kernels.take_slots(ranks, slots, at_ps, 3, taken_ps)
+    assert taken_ps.tolist() == [[5, -1, -1, -1, -1, -1], [-1, 6, -1, -1, -1, 7]]
+
+
+def test_the_first_write_to_a_slot_that_is_busy_or_not_there_is_found() -> None:
+    """And nothing is written then."""
+    ranks, slots, at_ps = np.array([0, 1, 1, 0]), np.array([0, 2, 1, 2]), np.array([5, 6, 7, 8])
+    for change, wrong in (({}, -1), ({1: 3}, 1), ({3: -1}, 3)):
+        taken_ps: I64 = np.full((2, 3), -1, dtype=np.int64)
+        some = slots.copy()
+        some[list(change)] = list(change.values())
+        assert kernels.write_slots(ranks, some, at_ps, 1, 99, taken_ps) == wrong
+        assert (taken_ps == 99).any() == (wrong < 0)
+    taken_ps = np.full((2, 3), 7, dtype=np.int64)
+    assert kernels.write_slots(ranks, slots, at_ps + 1, 1, 99, taken_ps) == 0
+    assert kernels.write_slots(ranks, slots, at_ps + 2, 1, 99, taken_ps) == -1
