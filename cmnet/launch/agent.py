@@ -55,8 +55,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     journal: bool
     rules: list[Rule]
     settings: dict[str, Any]
-    dies_at_ps: int = NEVER_PS
-    """What it sends ends there (``cmnet.bursts``)."""
+    deaths_ps: list[int] = []
+    """[processes] what each sends ends there (``cmnet.bursts``), NEVER_PS: nobody knows; empty: nobody does
+    of any."""
     undo_window: int | None = None
     """After a death that nobody planned: commits of this window or later never happened."""
 
@@ -178,7 +179,8 @@ class Agent:
         )
         self.fabric.buffers = self.mesh.buffers
         self.fabric.ran_to_ps = assignment.start_ps
-        self.fabric.dies_at_ps = assignment.dies_at_ps
+        if assignment.deaths_ps:
+            self.fabric.dies_at_ps = assignment.deaths_ps[assignment.process]
         self.context = Context(self)
         self.mesh.serve(*listeners)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import msgspec
 
 from cmnet.errors import InputError, LaunchError
 from cmnet.link.rules import Rule
+from cmnet.units import NEVER_PS
 
 SILENT_TIMEOUT_S = 60.0
 """Wall seconds without an answer to a grant (design 1.7)."""
@@ -28,6 +30,15 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
     sudden: bool = False
     """Of a kill: what its process has begun to send leaves nevertheless, up to the end of a slice
     (``cmnet.bursts``), as at a death that nobody planned; else nothing leaves from ``at_ps`` on."""
+
+
+def known_deaths_ps(faults: Iterable[NodeFault], processes: int) -> list[int]:
+    """When the first of these kills each process; NEVER_PS if none does, or it is sudden."""
+    deaths_ps: list[int] = [NEVER_PS] * processes
+    for fault in sorted(faults, key=lambda fault: fault.at_ps, reverse=True):
+        if fault.kind == "kill":
+            deaths_ps[fault.process] = NEVER_PS if fault.sudden else fault.at_ps
+    return deaths_ps
 
 
 class DeathRecord(msgspec.Struct, frozen=True, kw_only=True):

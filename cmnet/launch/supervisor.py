@@ -178,14 +178,9 @@ class Supervisor:
             journal=self.settings.journal,
             rules=self.settings.rules,
             settings=self.settings.program,
-            dies_at_ps=self._dies_at_ps(process),
+            deaths_ps=runs.known_deaths_ps(self._faults, self.processes_count),
             undo_window=self._unplanned_windows.get(process),
         )
-
-    def _dies_at_ps(self, process: int) -> int:
-        """When the plan has it killed, if it may know."""
-        kills = [one for one in self._faults if one.kind == "kill" and one.process == process]
-        return NEVER_PS if not kills or kills[0].sudden else kills[0].at_ps
 
     def _take_down(self, loop: asyncio.AbstractEventLoop) -> None:
         for process in range(self.processes_count):

@@ -1,7 +1,7 @@
 """The running hash of one process's ordered events (design 1.5).
 
 Owns what goes in: deliveries with their charged bytes, drops, and application marks, each with its
-instant. Windows, grants, holds, carried bytes, frames and slices never do, so that a digest is equal
+instant. Windows, grants, holds, carried bytes and frames never do, so that a digest is equal
 at any scale and on any host. A journal, when there is one, gets the same events as text.
 """
 

@@ -35,7 +35,7 @@ class Pool:
             if self._used[index] + size <= ARENA_BYTES:
                 return self._part(index, size)
         if size > ARENA_BYTES or len(self._arenas) == ARENAS_MAX:
-            return memoryview(np.empty(size, np.uint8))
+            return np.empty(size, np.uint8).data
         self._arenas.append(np.empty(ARENA_BYTES, np.uint8))  # touched as it is used
         self._used.append(0)
         return self._part(len(self._arenas) - 1, size)
@@ -43,7 +43,7 @@ class Pool:
     def _part(self, index: int, size: int) -> memoryview:
         begin = self._used[index]
         self._used[index] = begin + -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
-        return memoryview(self._arenas[index])[begin : begin + size]
+        return self._arenas[index].data[begin : begin + size]
 
 
 FREE_REFERENCES = 2

@@ -36,9 +36,7 @@ class Buffer:
 
     def write(self, ranks: I64, slots: I64, at_ps: I64) -> None:
         """Messages reach these slots at these instants. CorruptError where one is not taken yet."""
-        wrong = kernels.write_slots(
-            ranks, slots, at_ps, self._sources, NEVER_PS, self._taken_ps
-        )
+        wrong = kernels.write_slots(ranks, slots, at_ps, self._sources, NEVER_PS, self._taken_ps)
         if wrong >= 0:
             slot = int(slots[wrong])
             if not 0 <= slot < self._taken_ps.shape[1]:
@@ -84,9 +82,7 @@ def make(
     dispatch_slots *= sources
     if not shared:
         return {
-            "dispatch": Buffer(
-                name="dispatch", ranks=ranks, slots=dispatch_slots, sources=sources
-            ),
+            "dispatch": Buffer(name="dispatch", ranks=ranks, slots=dispatch_slots, sources=sources),
             "combine": Buffer(name="combine", ranks=ranks, slots=combine_slots),
         }
     dispatch, combine = (size // UNIT_BYTES for size in (model.dispatch_bytes, model.combine_bytes))

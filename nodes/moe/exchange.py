@@ -155,10 +155,8 @@ class Exchange:
         """Anew when the group is another, or a step was given up half-way."""
         experts = self._model.routed_experts
         most = max(int(table(each, experts).written.max()) for each in group.placements)
-        shape = (
-            buffers.max_tokens(group.batch, most, self._model),
-            group.batch * self.slots,
-        )
+        most_tokens = buffers.max_tokens(group.batch, most, self._model)
+        shape = (most_tokens, group.batch * self.slots)
         if shape == self._shape and not anew:
             return
         self._shape = shape

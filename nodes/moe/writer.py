@@ -6,8 +6,6 @@ what is written (``sending``).
 
 from __future__ import annotations
 
-import numpy as np
-
 from cmnet import bursts
 from cmnet.bursts import Burst, Lost, Messages
 from cmnet.launch.agent import Context

@@ -522,6 +522,45 @@ def test_a_rule_that_ends_between_a_message_and_its_flag_still_holds_for_the_fla
         assert flag_ps >= max(at_ps for _, _, data, at_ps in got if data) > 40_000_000
 
 
+@pytest.mark.parametrize("start_ps", [1, 5_000_000, 17_000_001])
+def test_a_rule_judges_each_message_at_its_own_start(start_ps: int) -> None:
+    """Though all of them leave in one slice, some before it holds, some while it does, some after."""
+    source, target = UB_DEVICES[0], UB_DEVICES[6]
+    cut = msgspec.structs.replace(
+        rule(effects.Partition()), start_ps=start_ps, until_ps=start_ps + 10_000_000
+    )
+    ready = list(range(0, 40_000_000, 1_500_000))
+    with Rig("mini", rules=(cut,)) as rig:
+        got: Got = []
+        collect(rig, got)
+        post = Post(0, source, [(target, 100, ready_ps) for ready_ps in ready])
+        lost: list[int] = []
+        post_burst(rig, post, lost=lambda indices: lost.extend(indices.tolist()))
+        rig.run()
+    held = [n for n, at_ps in enumerate(ready) if start_ps <= at_ps < start_ps + 10_000_000]
+    assert held and lost == held
+
+
+@pytest.mark.parametrize("dies_ps", [1, 5_000_000, 17_000_001, NEVER_PS])
+def test_nothing_leaves_from_a_known_death_on(dies_ps: int) -> None:
+    """Of a slice that it cuts, what starts before leaves. What waits behind it at the port, a second
+    burst, waits for ever then, and does not turn."""
+    source, target = UB_DEVICES[0], UB_DEVICES[6]
+    with Rig("mini") as rig:
+        got: Got = []
+        collect(rig, got)
+        rig.fabrics[0].dies_at_ps = dies_ps
+        ready = list(range(0, 40_000_000, 1_500_000))
+        for later_ps in (0, 40_000_000):
+            items = [(target, 100, later_ps + ready_ps) for ready_ps in ready]
+            post_burst(rig, Post(0, source, items))
+        rig.at(WHOLE_PS, rig.fabric_of(target).arriving.deliver)
+        rig.run()
+        came = sum(1 for *_, data, _ in got if data)
+    whole = dies_ps == NEVER_PS
+    assert came == (2 * len(ready) if whole else sum(at_ps < dies_ps for at_ps in ready))
+
+
 def test_a_rule_that_ended_before_the_flag_left_still_withholds_it() -> None:
     """Nothing is late then: the burst itself knows what it lost."""
     source, blocked, other = UB_DEVICES[0], UB_DEVICES[6], UB_DEVICES[7]

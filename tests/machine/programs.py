@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cmnet import bursts
 from cmnet.burst_arrivals import Bundle
 from cmnet.bursts import Messages
 from cmnet.launch.agent import Context
@@ -222,6 +223,33 @@ async def gateway_dies(context: Context) -> None:
     await context.loop.sleep_ps(5 * US)
     if context.name == "gateway":
         os._exit(3)
+
+
+async def sends_slowly(context: Context) -> None:
+    """One burst of node 0: a message every microsecond, for 100, of which node 1 says how many came."""
+    fabric, machine = context.fabric, context.machine
+    target = machine.dies(1)[0]
+
+    def came(bundle: Bundle) -> None:
+        if not bundle.flags:
+            context.mark(f"{len(bundle.targets)} came")
+
+    fabric.bind(BURST, came)
+    if context.process == 0:
+        source = machine.dies(0)[0]
+        ready_ps = np.arange(100) * US
+        messages = Messages(
+            np.full(100, source),
+            np.full(100, target),
+            np.full(100, 100),
+            ready_ps,
+            np.zeros((100, 1), np.uint8),
+        )
+        fabric.send_burst(kind=BURST, head=b"", messages=messages, flags=bursts.nothing())
+    await context.loop.sleep_ps(200 * US)
+    if context.process == 1:
+        fabric.arriving.deliver()
+        context.finish()
 
 
 async def quiet(context: Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,16 @@ def test_a_node_may_come_back_many_times(run: Runner) -> None:
     ]
     runs = [run(programs.chatter, program=PROGRAM, node_faults=plan) for _ in range(2)]
     assert same(*runs) and len(runs[0].deaths) == 20
+
+
+@pytest.mark.parametrize(("sudden", "came"), [(False, 50), (True, 100)])
+def test_what_a_node_has_begun_to_send(run: Runner, sudden: bool, came: int) -> None:
+    """All of it is one slice. A death that the plan tells ends it; one that nobody knew does not."""
+    kill = NodeFault(kind="kill", process=0, at_ps=50 * US, sudden=sudden)
+    ended = run(programs.sends_slowly, node_faults=[kill], journal=True)
+    assert ended.error == ""
+    journal = (Path(ended.folder) / "journal" / "node01.0.txt").read_text()
+    assert f"mark {came} came" in journal
 
 
 def test_a_kill_at_the_very_beginning_lets_nothing_of_that_instant_happen(run: Runner) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
+from cmnet import bursts
 from cmnet.errors import LinkError
 from cmnet.topology.machine import Plane
 from cmnet.vtime.loop import VirtualLoop
@@ -57,6 +59,12 @@ class Post:
         return [message for message in self.said if isinstance(message, kind)]
 
 
+@pytest.fixture(autouse=True)
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bursts are only counted."""
+    monkeypatch.setattr(bursts, "send", lambda burst: burst.fabric.send_burst())
+
+
 class Played:
     """The node and all around it."""
 
@@ -91,7 +99,7 @@ class Played:
         """As a port of the node's: more than it takes, or none."""
         return 0 if self.room.is_set() else 1 << 40
 
-    def _sent(self, **_: object) -> None:
+    def _sent(self) -> None:
         self.bursts += 1
 
     def rows(self, request: int, *, attempt: int = 0, rank: int = 5) -> None:
