@@ -15,9 +15,6 @@ import sys
 from cmnet.errors import LaunchError
 from cmnet.launch import deathsig
 
-NICENESS = 5
-"""Nodes come first where all cores are busy."""
-
 
 class Beside:
     """The handle: ``python -m module arguments``. ``finish`` says that the run is over and waits."""
@@ -49,7 +46,6 @@ def enter(parent: str) -> None:
     """What the helper does first; ``parent`` is its first argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     deathsig.die_with_parent(int(parent))
-    os.nice(NICENESS)
 
 
 def told_to_finish(wait_s: float = 0.0) -> bool:

@@ -126,6 +126,7 @@ def _live(
 ) -> None:
     """The zygote's life; never returns."""
     status = 1
+    deathsig.give_back_memory()
     gc.freeze()  # what an earlier run left would close, when collected, descriptors that are ours now
     try:
         deathsig.leave_terminal()

@@ -5,11 +5,13 @@ Owns the wait for more. Wall time, so for checkers beside a run, never for a nod
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 
-POLL_S = 0.05
+POLL_S = 0.01
 
 Ended = Callable[[float], bool]
 """Whether nothing more will be written; waits up to so many seconds for that."""
@@ -26,29 +28,26 @@ def follow(path: Path, *, ended: Ended, poll_s: float = POLL_S) -> Iterator[byte
 
 def follow_all(paths: Sequence[Path], *, ended: Ended, poll_s: float = POLL_S) -> Iterator[bytes]:
     """As ``follow``, for several files; lines of one keep their order."""
-    offsets, wait_s = [0] * len(paths), 0.0
-    while True:
-        last, idle = ended(wait_s), True
-        for index, path in enumerate(paths):
-            data = _from(path, offsets[index])
-            whole = data.rfind(b"\n") + 1
-            offsets[index] += whole
-            idle = idle and not whole
-            yield from data[:whole].splitlines()
-        if last:
-            return
-        wait_s = poll_s if idle else 0.0
+    streams: list[FileIO | None] = [None] * len(paths)
+    begun = [b""] * len(paths)
+    wait_s = 0.0
+    with contextlib.ExitStack() as stack:
+        while True:
+            last, idle = ended(wait_s), True
+            for index, path in enumerate(paths):
+                stream = streams[index]
+                if stream is None and path.exists():
+                    stream = streams[index] = stack.enter_context(path.open("rb", buffering=0))
+                data = stream.read() if stream is not None else b""
+                if data:
+                    *lines, begun[index] = (begun[index] + data).split(b"\n")
+                    idle = idle and not lines
+                    yield from lines
+            if last:
+                return
+            wait_s = poll_s if idle else 0.0
 
 
 def wall_s() -> float:
     """Seconds of a clock that all processes of this host share."""
     return time.perf_counter()
-
-
-def _from(path: Path, offset: int) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read()
-    except FileNotFoundError:
-        return b""

@@ -53,7 +53,7 @@ def make_program(
         redundant=job.redundant,
         shared_ranks=job.shared_ranks,
     )
-    table(first, job.model.routed_experts)  # which keeps it
+    table(first, first.experts)  # both are kept
     ranked = {machine.devices[device].process for device in job.devices}
 
     async def program(context: Context) -> None:
