@@ -44,6 +44,7 @@ PURE = (
     "cmnet/link/",
     "cmnet/topology/",
     "cmnet/chaos/plan.py",
+    "cmnet/launch/closing.py",
     "cmnet/vtime/agenda.py",
     "cmnet/vtime/horizon.py",
     "cmnet/vtime/stall.py",

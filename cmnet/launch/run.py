@@ -5,6 +5,7 @@ Owns their shape and the making of a run's folder. Does not own what becomes of 
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Iterable
@@ -19,6 +20,18 @@ from cmnet.units import NEVER_PS
 
 SILENT_TIMEOUT_S = 60.0
 """Wall seconds without an answer to a grant (design 1.7)."""
+
+
+StartOrder = Literal["listed", "random", "reverse"]
+
+
+def in_start_order(order: StartOrder, processes: list[int]) -> list[int]:
+    """Processes as they are to be forked; at random, another order in each run."""
+    if order == "reverse":
+        return processes[::-1]
+    if order == "random":
+        return sorted(processes, key=lambda _: secrets.randbits(64))
+    return processes
 
 
 class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is started with, beside machine and program."""
 
     seed: int = 0
-    start_order: Literal["listed", "random", "reverse"] = "listed"
+    start_order: StartOrder = "listed"
     socket_buffer_bytes: int = 4 << 20
     journal: bool = False
     rules: list[Rule] = []

@@ -24,6 +24,7 @@ import uvloop
 from cmnet import errors
 from cmnet.launch import agent
 from cmnet.launch import run as runs
+from cmnet.launch.closing import Closing
 from cmnet.launch.run import DeathRecord as DeathRecord
 from cmnet.launch.run import NodeFault as NodeFault
 from cmnet.launch.run import RunResult as RunResult
@@ -79,7 +80,7 @@ class Supervisor:
         self._unplanned_windows: dict[int, int] = {}
         self._ready: set[int] = set()
         self._awaited: set[int] = set()
-        self._statistics_due: set[int] = set()
+        self._closing = Closing(self._ask_statistics, lambda: self._loop.stop())
         self._failures: dict[int, dict[str, Any]] = {}
         self._why_due: set[int] = set()
         self._because: dict[int, list[str]] = {}
@@ -140,7 +141,10 @@ class Supervisor:
             processes, self._zygote.listen(processes, incarnation), strict=True
         ):
             self._addresses[process] = address
-        pairs = {process: control_pair() for process in self._in_start_order(processes)}
+        pairs = {
+            process: control_pair()
+            for process in runs.in_start_order(self.settings.start_order, processes)
+        }
         assignments = [self._assignment(process, start_ps) for process in pairs]
         self._awaited = set(processes)
         pids = self._zygote.fork(assignments, [theirs for _, theirs in pairs.values()])
@@ -157,13 +161,6 @@ class Supervisor:
         """``pids.json``: node name to process id, of those that live; for whoever breaks things."""
         names = {self.machine.processes[p].name: pid for p, pid in sorted(self.pids.items())}
         (self.folder / "pids.json").write_bytes(msgspec.json.encode(names))
-
-    def _in_start_order(self, processes: list[int]) -> list[int]:
-        if self.settings.start_order == "reverse":
-            return processes[::-1]
-        if self.settings.start_order == "random":
-            return sorted(processes, key=lambda _: secrets.randbits(64))
-        return processes
 
     def _assignment(self, process: int, start_ps: int) -> agent.Assignment:
         return agent.Assignment(
@@ -208,9 +205,7 @@ class Supervisor:
                     self.conductor.pause()
                     self._choose_failure()
             case "statistics":
-                self._statistics_due.discard(process)
-                if not self._statistics_due:
-                    self._loop.stop()
+                self._closing.answered(process)
             case "because":
                 self._because[process] = message["waits"]
                 self._no_longer_asked(process)
@@ -314,11 +309,11 @@ class Supervisor:
         )
         result.not_reached = self._faults
         result.digest = self._digest()
-        self._statistics_due = set(self.horizon.alive())
         self._ready_deadline = time.monotonic() + READY_TIMEOUT_S
-        self.conductor.tell_all("statistics")
-        if not self._statistics_due:
-            self._loop.stop()
+        self._closing.begin(self.horizon.alive(), at_once=bool(result.error))
+
+    def _ask_statistics(self, process: int) -> None:
+        self.conductor.tell(process, "statistics")
 
     def _digest(self) -> str:
         alive = set(self.horizon.alive())
@@ -364,9 +359,7 @@ class Supervisor:
         self._died_at_ps[process] = death.at_ps
         self._bury(death, death.at_ps, planned=False)
         if self._ending:
-            self._statistics_due.discard(process)
-            if not self._statistics_due:
-                self._loop.stop()
+            self._closing.answered(process)
         elif not self._running:
             self._fail(f"{name} ended before it was ready", code=errors.LaunchError.code)
         elif not self.machine.processes[process].is_node:
@@ -429,8 +422,8 @@ class Supervisor:
             self._progress(self)
         if self._why_due and now > self._ready_deadline:
             self._explained()
-        elif (self._awaited or self._statistics_due) and now > self._ready_deadline:
-            late = sorted(self._awaited or self._statistics_due)
+        elif (self._awaited or self._closing.asked) and now > self._ready_deadline:
+            late = sorted(self._awaited or self._closing.asked)
             self._late(late, "did not become ready" if self._awaited else "did not answer")
         elif self._running:
             window, since = self._window_seen
