@@ -9,7 +9,6 @@ writes beside them.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +84,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def versions() -> dict[str, str]:
     """What this Python and the packages under a run are."""
+    import importlib.metadata  # which only the run itself needs, not who reads its record
+
     found = {"python": platform.python_version(), "system": platform.platform()}
     return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
 

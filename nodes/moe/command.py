@@ -88,12 +88,12 @@ def prepare(
 def run(prepared: Prepared, folder: Path, screen: Screen) -> Record:
     """Run and verify; leaves everything that a report needs in the folder."""
     machine, job, options = prepared.machine, prepared.job, prepared.options
-    told = setup.told(machine, job, fingerprint=_fingerprint(job), verify=options.verify)
     record = _record(prepared)
     records.write(folder, record)
-    setup.write_told(folder, told)
-    verifier = _verifier(folder) if options.verify else None
+    verifier = _verifier(folder) if options.verify else None  # which gets ready meanwhile
     try:
+        told = setup.told(machine, job, fingerprint=_fingerprint(job), verify=options.verify)
+        setup.write_told(folder, told)
         from nodes.moe.program import make_program  # with its kernels: only where something runs
 
         program = make_program(machine, job)

@@ -64,7 +64,7 @@ class Exchange:
     ) -> None:
         """``devices``: of each rank. ``timeout_ps``: a rank gives up on its dispatch after it, on its
         combine after twice that. ``shared_buffer``: for tests of the detector only. ``layers``: after
-        the combine of each of so many, but the last, every rank does nothing but dispatch again."""
+        the combine of each of so many a rank at most dispatches again."""
         self._context, self._loop = context, context.loop
         self._body = body
         self._model = body.settings
@@ -115,7 +115,7 @@ class Exchange:
         """After flags: an operator starts before it writes (``due``)."""
         if phase == "dispatch":
             return due.silence_ps(self._operators.combine_start_ps)
-        if phase == "combine" and _HEAD.unpack(head)[2] + 1 < self._layers_count:
+        if phase == "combine" and _HEAD.unpack(head)[2] < self._layers_count:
             return due.silence_ps(self._operators.dispatch_start_ps)
         return 0
 

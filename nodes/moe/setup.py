@@ -147,8 +147,10 @@ def told(machine: Machine, job: MoeJob, *, fingerprint: str, verify: bool) -> To
 
 
 def write_told(folder: Path, told: Told) -> None:
-    """Write ``moe.json``."""
-    (folder / FILE).write_bytes(msgspec.json.encode(told))
+    """Write ``moe.json``, whole or not at all."""
+    draft = folder / f"{FILE}.draft"
+    draft.write_bytes(msgspec.json.encode(told))
+    draft.replace(folder / FILE)
 
 
 def read_told(folder: Path) -> Told:

@@ -188,7 +188,9 @@ def tokens(job: MoeJob) -> tuple[U64, I64]:
 
 
 def verify(folder: Path) -> Verified:
-    """Verify a run's folder until told that the run is over."""
+    """Verify a run's folder until told that the run is over; waits until it says what is to be done."""
+    while not ((folder / setup.FILE).exists() or beside.told_to_finish(tail.POLL_S)):
+        pass
     told = setup.read_told(folder)
     verifier = Verifier(told.job)
     verifier.prepare()
