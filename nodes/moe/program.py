@@ -128,7 +128,8 @@ class MoeNode:
             timeout_ps=job.timeout_ps,
             engine=job.engine,
             shared_buffer=shared_buffer,
-            layers=job.model.carried_layers - int(job.eplb),  # after the last come messages about loads
+            layers=job.model.carried_layers
+            - int(job.eplb),  # after the last come messages about loads
         )
         self._exchange.on_combined = self._combined
         self._exchange.on_late = self._late
